@@ -1,11 +1,11 @@
 """Machine code of Triton kernels for GPUs that are not here, and what it says about them.
 
     code = build(kernel, {"pool": "*i32", "rows": "*i64", "stride": "i64"}, {"PAGE": 64}, target="sm_90")
-    resources(code)             -> Resources(registers=24, stack=0, local=0, shared=0)    spills are stack or local
+    resources(code)             -> Resources(registers=24, stack=0, local=0, shared=0)   spills: stack, local
     narrow_products(code.ttir)  -> []    every multiplication that feeds an address is 64 bits wide
 
-Nothing here touches a device or a driver: Triton compiles for any target, and its own package carries the tools that
-read the result.
+Nothing here touches a device or a driver: Triton compiles for any target, and its package carries the tools that read
+the result.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def resources(code: MachineCode) -> Resources:
 
 
 def narrow_products(ttir: str) -> list[str]:
-    """Products narrower than 64 bits (left shifts count) that reach a pointer offset, in the order of the text.
+    """Products narrower than 64 bits (left shifts count) that reach a pointer offset, in textual order.
 
     What a load returns is data, and what a comparison returns is a flag: neither is followed further.
     """
