@@ -4,8 +4,8 @@
     resources(code)             -> Resources(registers=24, stack=0, local=0, shared=0)   spills: stack, local
     narrow_products(code.ttir)  -> []    every multiplication that feeds an address is 64 bits wide
 
-Nothing here touches a device or a driver: Triton compiles for any target, and its package carries the tools that read
-the result.
+Nothing here touches a device or a driver: Triton compiles for any target, and its package carries the tools
+that read the result.
 """
 
 from __future__ import annotations
