@@ -1,10 +1,10 @@
 """The oracle: every operator in Python ints and loops, written from docs/contract.md as one would on paper.
 
-It bears the names and takes the arguments of the public functions, reads tensors through `tolist()` alone, and
-shares nothing with the kernels, the CPU bodies or the checks. It writes and returns `out` as they do, and
-validates nothing. `decode_metadata` returns the bits that belong in `status` instead of taking that argument.
+It bears the names and takes the arguments of the public functions, reads tensors through `tolist()` alone,
+and shares nothing with the kernels, the CPU bodies or the checks. It writes and returns `out` as they do,
+and validates nothing. `decode_metadata` returns the bits that belong in `status` instead of taking that argument.
 
-    req_to_token=[[0, 0, 0, 0, 0], [8, 9, 10, 11, 20]], req_pool_indices=[1, 7], cache_seqlens=[5, 3], page_size=4
+    page_size=4, req_to_token=[[0, 0, 0, 0, 0], [8, 9, 10, 11, 20]], req_pool_indices=[1, 7], cache_seqlens=[5, 3]
     page_table -> [[2, 5], [0, 0]]      row 7 lies outside the pool: padding
 """
 
@@ -54,8 +54,8 @@ class Step:
     ) -> None:
         self.page_size, self.window, self.cap = layout.page_size, layout.window, layout.max_seqlen_k
         self.width = layout.max_num_pages
-        self.tokens = None if full_to_swa is None else full_to_swa.tolist()
-        self.pages = None if page_map is None else page_map.tolist()
+        self.tokens: Any = None if full_to_swa is None else full_to_swa.tolist()
+        self.pages: Any = None if page_map is None else page_map.tolist()
         self.bits = 0
 
     def rows(self, pool: Tensor, indices: Tensor, lengths: Tensor, q_len: int | Tensor = 0, delta: int = 0,
@@ -200,8 +200,9 @@ def flashmla_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens:
 
 
 def slot_mapping(req_to_token: Tensor | None, req_pool_indices: Tensor, positions: Tensor, *,
-                 block_table: Tensor | None = None, page_size: int | None = None, cu_seqlens_q: Tensor | None = None,
-                 num_reqs: Tensor | None = None, out: Tensor | None = None) -> Tensor:  # fmt: skip
+                 block_table: Tensor | None = None, page_size: int | None = None,
+                 cu_seqlens_q: Tensor | None = None, num_reqs: Tensor | None = None,
+                 out: Tensor | None = None) -> Tensor:  # fmt: skip
     """int64 [T]: the slot of each token's position in its row."""
     table: Any = req_to_token if block_table is None else block_table
     pool, indices, unit = table.tolist(), req_pool_indices.tolist(), page_size or 1
@@ -243,9 +244,9 @@ def seqlens(seq_lens: Tensor, *, delta: int = 0, q_len: int | Tensor = 1, num_re
 
 def decode_metadata(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, layout: KVLayout,
                     seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None,
-                    num_tokens: int | None = None, full_to_swa: Tensor | None = None, page_map: Tensor | None = None,
-                    num_reqs: Tensor | None = None, pad_seqlen: int = 0, out: Any = None,
-                    tail: str = "clear") -> tuple[Metadata, int]:  # fmt: skip
+                    num_tokens: int | None = None, full_to_swa: Tensor | None = None,
+                    page_map: Tensor | None = None, num_reqs: Tensor | None = None, pad_seqlen: int = 0,
+                    out: Any = None, tail: str = "clear") -> tuple[Metadata, int]:  # fmt: skip
     """Everything for one decode step, and the bits that this call adds to `status`."""
     step, into = Step(layout, full_to_swa, page_map), out or Metadata(*[None] * 7)  # type: ignore[arg-type]
     rows = step.rows(req_to_token, req_pool_indices, seq_lens, q_len, seq_len_delta, num_reqs, pad_seqlen)
