@@ -2,9 +2,10 @@
 
 It bears the names and takes the arguments of the public functions, reads tensors through `tolist()` alone,
 and shares nothing with the kernels, the CPU bodies or the checks. It writes and returns `out` as they do,
-and validates nothing. `decode_metadata` returns the bits that belong in `status` instead of taking that argument.
+and validates nothing. `decode_metadata` takes no `status`: it returns the bits that belong there.
 
-    page_size=4, req_to_token=[[0, 0, 0, 0, 0], [8, 9, 10, 11, 20]], req_pool_indices=[1, 7], cache_seqlens=[5, 3]
+    req_to_token = [[0, 0, 0, 0, 0], [8, 9, 10, 11, 20]], page_size = 4
+    req_pool_indices = [1, 7], cache_seqlens = [5, 3]
     page_table -> [[2, 5], [0, 0]]      row 7 lies outside the pool: padding
 """
 
