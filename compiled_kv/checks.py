@@ -1,0 +1,181 @@
+"""Checks of shapes, dtypes, devices and aliasing, and the only place that words an input error.
+
+    sizes = Sizes()
+    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+    sizes.check("page_table", out, INT32, "B", "P")
+    -> ValueError: page_table must be [B, P] with B=4, got [5, 8]
+
+Only metadata is looked at, never a value: nothing here reads a device or adds a node to a graph. A public function finishes its
+checks before it writes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from compiled_kv.layout import KVLayout
+
+INTS = (torch.int32, torch.int64)
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
+TAILS = ("clear", "keep")
+
+
+class Sizes:
+    """Sizes that named dimensions take in one call, and the device its tensors share."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, int] = {}
+        self.device: torch.device | None = None
+        self.device_of = ""
+
+    def check(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
+        """Require `tensor` to have one of `dtypes`, these dimensions, and the device of those before it."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must be {_names(dtypes)}, got {_name(tensor.dtype)}")
+        if self.device is None:
+            self.device, self.device_of = tensor.device, name
+        elif tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, as {self.device_of} is, got {tensor.device}")
+        fits = tensor.ndim == len(dims)
+        for dim, size in zip(dims, tensor.shape):
+            fits = fits and self.named.setdefault(dim, size) == size
+        if not fits:
+            self._raise_shape(name, tensor, dims)
+
+    def check_output(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
+        """`check`, and a unit column stride and rows that do not overlap."""
+        self.check(name, tensor, dtypes, *dims)
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have unit column stride, got strides {list(tensor.stride())}")
+        if tensor.ndim == 2 and tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+            raise ValueError(
+                f"{name} must have rows that do not overlap, got strides {list(tensor.stride())}"
+            )
+
+    def check_scalar(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = INTS) -> None:
+        """Require a 0-d or one-element tensor, which a kernel reads on the device."""
+        self.check(
+            name, tensor, dtypes, *("1" for _ in range(min(tensor.ndim, 1)) if isinstance(tensor, Tensor))
+        )
+        if tensor.ndim == 1 and tensor.shape[0] != 1:
+            raise ValueError(f"{name} must be 0-d or [1], got {list(tensor.shape)}")
+
+    def _raise_shape(self, name: str, tensor: Tensor, dims: Sequence[str]) -> None:
+        known = ", ".join(f"{dim}={self.named[dim]}" for dim in dims if dim in self.named)
+        rule = f"[{', '.join(dims)}]" + (f" with {known}" if known else "")
+        raise ValueError(f"{name} must be {rule}, got {list(tensor.shape)}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(_name(dtype) for dtype in dtypes)
+
+
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Require an int (a symbolic one too) in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_width(name: str, width: int, least: int, unit: str) -> None:
+    """Require a table wide enough for the layout."""
+    if width < least:
+        raise ValueError(f"{name} must have at least {least} {unit} for this layout, got {width}")
+
+
+def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, layout: KVLayout) -> None:
+    """The checks that every reader of a token pool shares."""
+    sizes.check("req_to_token", req_to_token, INTS, "R", "C")
+    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+    check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
+
+
+def check_table_output(sizes: Sizes, name: str, table: Tensor, layout: KVLayout) -> None:
+    sizes.check_output(name, table, INT32, "B", "P")
+    check_width(name, table.shape[1], layout.max_num_pages, "columns")
+
+
+def check_tail(tail: str, out: object) -> None:
+    if tail not in TAILS:
+        raise ValueError(f"tail must be 'clear' or 'keep', got {tail!r}")
+    if tail == "keep" and out is None:
+        raise ValueError("tail='keep' needs out: a fresh table has no columns to keep")
+
+
+def check_one_map(full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
+    if (full_to_swa is None) == (page_map is None):
+        given = "neither" if full_to_swa is None else "both"
+        raise ValueError(f"exactly one of full_to_swa and page_map must be given, got {given}")
+
+
+def check_distinct(outputs: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> None:
+    """Refuse outputs that overlap each other or an input, as far as can be seen where this runs.
+
+    Eagerly: by address. While a graph is traced anything about storage would break it, so the public function compares objects,
+    and the operator's fake implementation compares storages and offsets.
+    """
+    everything = {**{k: v for k, v in inputs.items() if v is not None}, **outputs}
+    if torch.compiler.is_compiling():
+        _check_distinct_objects(outputs, everything)
+        return
+    spans = sorted((*_span(tensor), name) for name, tensor in everything.items() if tensor.numel() > 0)
+    for index, (_, end, name) in enumerate(spans):
+        for begin, _, other in spans[index + 1 :]:
+            if begin >= end:
+                break
+            if (name in outputs or other in outputs) and not _interleaved(
+                everything[name], everything[other]
+            ):
+                _refuse(*((name, other) if name in outputs else (other, name)))
+
+
+def check_distinct_fake(outputs: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> None:
+    """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
+    if all(type(tensor) is FakeTensor for tensor in outputs.values()):
+        check_distinct(outputs, inputs)
+
+
+def _check_distinct_objects(outputs: dict[str, Tensor], everything: dict[str, Tensor]) -> None:
+    for name, out in outputs.items():
+        for other, tensor in everything.items():
+            if name != other and out is tensor:
+                _refuse(name, other)
+
+
+def _refuse(name: str, other: str) -> None:
+    raise ValueError(f"{name} must not overlap {other}: got views of the same memory")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and the byte past the last one that `tensor` covers; fake tensors count from an address of their storage's own."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = tensor.data_ptr() if type(tensor) is not FakeTensor else _fake_address(tensor)
+    return begin, begin + extent * tensor.element_size()
+
+
+def _fake_address(tensor: Tensor) -> int:
+    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+
+
+def _interleaved(a: Tensor, b: Tensor) -> bool:
+    """Whether two tables share memory's range but no byte: column slices of one wider table."""
+    if a.ndim != 2 or b.ndim != 2 or a.element_size() != b.element_size() or a.stride(0) != b.stride(0):
+        return False
+    pitch = a.stride(0)
+    apart = (_span(b)[0] - _span(a)[0]) // a.element_size() % pitch if pitch > 0 else 0
+    return a.stride(1) == b.stride(1) == 1 and a.shape[1] <= apart and apart + b.shape[1] <= pitch

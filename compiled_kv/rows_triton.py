@@ -1,0 +1,185 @@
+"""Device functions that the kernels share: a row's lengths, its pages, its translation, and the bits of `status`.
+
+Each works on one row (scalars) and on a block of rows alike. Address arithmetic is int64 from the first multiplication on: the
+variable factor is widened, never the stride, which a compiler may have folded to a constant.
+"""
+
+from __future__ import annotations
+
+from compiled_kv.launch import constexpr, device_function, tl
+from compiled_kv.status import Status
+
+INT32_MAX = constexpr(2**31 - 1)
+TOO_LONG = constexpr(int(Status.TOO_LONG))
+NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))
+BAD_ROW = constexpr(int(Status.BAD_ROW))
+BAD_SLOT = constexpr(int(Status.BAD_SLOT))
+UNMAPPED = constexpr(int(Status.UNMAPPED))
+SUM_OVERFLOW = constexpr(int(Status.SUM_OVERFLOW))
+TOO_MANY_TOKENS = constexpr(int(Status.TOO_MANY_TOKENS))
+
+
+@device_function
+def load_at(ptr, index, stride, mask, other):
+    """The int64 value of `ptr[index * stride]`."""
+    return tl.load(ptr + index.to(tl.int64) * stride, mask=mask, other=other).to(tl.int64)
+
+
+@device_function
+def active_rows(num_reqs_ptr, batch_size):
+    if num_reqs_ptr is None:
+        return batch_size
+    else:
+        return tl.minimum(tl.maximum(tl.load(num_reqs_ptr).to(tl.int64), 0), batch_size)
+
+
+@device_function
+def clamped_length(seq_len, delta, cap):
+    # The first minimum keeps an absurd 64-bit length from wrapping round when delta is added.
+    return tl.minimum(tl.minimum(tl.maximum(seq_len, 0), cap) + delta, cap)
+
+
+@device_function
+def length_bits(seq_len, delta, cap):
+    return tl.where(seq_len < 0, NEGATIVE_LENGTH, 0) | tl.where(
+        tl.maximum(seq_len, 0) > cap - delta, TOO_LONG, 0
+    )
+
+
+@device_function
+def page_of(slot, PAGE_SIZE: tl.constexpr):
+    """Page of a slot as int32; -1 for none. The sign is tested first: -1 // 64 is 0 on the device."""
+    page = slot // PAGE_SIZE
+    return tl.where((slot >= 0) & (page <= INT32_MAX), page, -1).to(tl.int32)
+
+
+@device_function
+def through_map(index, map_ptr, map_stride, map_size, mask):
+    """`map[index]`, -1 where the index is none, outside the map, or unmapped."""
+    known = mask & (index >= 0) & (index < map_size)
+    return tl.maximum(load_at(map_ptr, index, map_stride, known, -1), -1)
+
+
+@device_function
+def swa_page_of(
+    slot, page, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr
+):
+    if PAGE_MAP:
+        return page_of(through_map(page, map_ptr, map_stride, map_size, mask), 1)
+    else:
+        return page_of(through_map(slot, map_ptr, map_stride, map_size, mask), PAGE_SIZE)
+
+
+@device_function
+def swa_slot_of(slot, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr):
+    if PAGE_MAP:
+        page = through_map(slot // PAGE_SIZE, map_ptr, map_stride, map_size, mask & (slot >= 0))
+        return tl.where(page < 0, -1, page * PAGE_SIZE + slot % PAGE_SIZE)
+    else:
+        return through_map(slot, map_ptr, map_stride, map_size, mask)
+
+
+@device_function
+def first_column(length, queries, window, PAGE_SIZE: tl.constexpr, WINDOWED: tl.constexpr):
+    """First column that the row's first query may see."""
+    if WINDOWED:
+        return tl.maximum(length - queries - window + 1, 0) // PAGE_SIZE
+    else:
+        return tl.zeros([], tl.int64)
+
+
+@device_function
+def fill_row(
+    pool_ptr, pool_stride, pool_width, start, is_live,
+    page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, part, parts,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write columns [0, live) of one row, `parts` programs taking turns; returns status bits of each lane.
+
+    A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
+    """
+    bits = tl.zeros([BLOCK], tl.int32)
+    for begin in range(part * BLOCK, live, parts * BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        in_row = column < live
+        position = start + column.to(tl.int64) * PAGE_SIZE
+        slot = tl.load(
+            pool_ptr + position * pool_stride, mask=in_row & is_live & (position < pool_width), other=-1
+        )
+        page = page_of(slot, PAGE_SIZE)
+        tl.store(page_ptr + column, tl.where(is_live, page, 0), mask=in_row)
+        bits |= tl.where(in_row & is_live & (page < 0), BAD_SLOT, 0)
+        if swa_ptr is not None:
+            seen = in_row & is_live & (column >= first)
+            swa_page = swa_page_of(slot, page, map_ptr, map_stride, map_size, seen, PAGE_SIZE, PAGE_MAP)
+            tl.store(swa_ptr + column, tl.where(seen, swa_page, 0), mask=in_row)
+            bits |= tl.where(seen & (page >= 0) & (swa_page < 0), UNMAPPED, 0)
+    return bits
+
+
+@device_function
+def clear_row(page_ptr, live, width, part, parts, BLOCK: tl.constexpr):
+    """Write the null page to columns [live, width)."""
+    for begin in range(live + part * BLOCK, width, parts * BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        tl.store(page_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
+
+
+@device_function
+def _either(a, b):
+    return a | b
+
+
+@device_function
+def report(bits, status_ptr, DEBUG: tl.constexpr):
+    """OR the bits of all lanes into `status`; dead code where nobody asks for them."""
+    if (status_ptr is not None) or DEBUG:
+        found = tl.reduce(bits, 0, _either)
+        if status_ptr is not None:
+            if found != 0:
+                tl.atomic_or(status_ptr, found, sem="relaxed")
+        if DEBUG:
+            tl.device_assert(found == 0, "compiled_kv: a status bit was set (COMPILED_KV_DEBUG=1)")
+
+
+@device_function
+def prefix_sums(
+    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
+    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Lengths and prefix sums of a whole batch by one program, SCAN rows at a time; returns (queries, status bits).
+
+    `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries.
+    """
+    total_k = tl.zeros([], tl.int64)
+    total_q = tl.zeros([], tl.int64)
+    bits = tl.zeros([SCAN], tl.int32)
+    tl.store(cu_q_ptr, 0)
+    tl.store(cu_k_ptr, 0)
+    for begin in range(0, batch_size, SCAN):
+        row = begin + tl.arange(0, SCAN)
+        in_batch = row < batch_size
+        counted = in_batch & (row < active)
+        live = counted
+        if indices_ptr is not None:
+            pool_row = load_at(indices_ptr, row, index_stride, in_batch, -1)
+            live = counted & (pool_row >= 0) & (pool_row < pool_rows)
+            bits |= tl.where(counted & (live == 0), BAD_ROW, 0)
+        seq_len = load_at(seq_lens_ptr, row, seq_stride, in_batch, 0)
+        bits |= tl.where(live, length_bits(seq_len, delta, cap), 0)
+        length = tl.where(live, clamped_length(seq_len, delta, cap), 0)
+        tl.store(cache_seqlens_ptr + row, tl.where(live, length, pad_seqlen).to(tl.int32), mask=in_batch)
+        ends_k = total_k + tl.cumsum(length, 0)
+        total_k += tl.sum(length, 0)
+        if q_lens_ptr is not None:
+            raw = load_at(q_lens_ptr, row, q_stride, counted, 0)
+            bits |= tl.where(live & (raw < 0), NEGATIVE_LENGTH, 0)
+            queries = tl.minimum(tl.maximum(raw, 0), INT32_MAX)
+            ends_q = total_q + tl.cumsum(queries, 0)
+            total_q += tl.sum(queries, 0)
+        else:
+            ends_q = tl.minimum(row.to(tl.int64) + 1, active) * q_len
+        tl.store(cu_q_ptr + row + 1, tl.minimum(ends_q, INT32_MAX).to(tl.int32), mask=in_batch)
+        tl.store(cu_k_ptr + row + 1, tl.minimum(ends_k, INT32_MAX).to(tl.int32), mask=in_batch)
+        bits |= tl.where(in_batch & ((ends_q > INT32_MAX) | (ends_k > INT32_MAX)), SUM_OVERFLOW, 0)
+    return total_q, bits
