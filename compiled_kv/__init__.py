@@ -1,8 +1,10 @@
-"""Decode metadata for paged attention, built on the device, inside the graph that `torch.compile` makes of a decode step."""
+"""Decode metadata for paged attention, built on the device, inside the graph that `torch.compile` makes of a decode
+step."""
 
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import seqlens
-from compiled_kv.metadata import DecodeMetadata, decode_metadata
+from compiled_kv.metadata import decode_metadata
+from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.page_tables import flashmla_kv_indices, page_table
 from compiled_kv.slots import slot_mapping
 from compiled_kv.status import Status

@@ -5,13 +5,14 @@
     sizes.check("page_table", out, INT32, "B", "P")
     -> ValueError: page_table must be [B, P] with B=4, got [5, 8]
 
-Only metadata is looked at, never a value: nothing here reads a device or adds a node to a graph. A public function finishes its
+Only metadata is looked at, never a value: nothing here reads a device or adds a node to a graph. A public function
+finishes its
 checks before it writes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,15 +57,11 @@ class Sizes:
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have unit column stride, got strides {list(tensor.stride())}")
         if tensor.ndim == 2 and tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
-            raise ValueError(
-                f"{name} must have rows that do not overlap, got strides {list(tensor.stride())}"
-            )
+            raise ValueError(f"{name} must have rows that do not overlap, got strides {list(tensor.stride())}")
 
     def check_scalar(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = INTS) -> None:
         """Require a 0-d or one-element tensor, which a kernel reads on the device."""
-        self.check(
-            name, tensor, dtypes, *("1" for _ in range(min(tensor.ndim, 1)) if isinstance(tensor, Tensor))
-        )
+        self.check(name, tensor, dtypes, *("1" for _ in range(min(tensor.ndim, 1)) if isinstance(tensor, Tensor)))
         if tensor.ndim == 1 and tensor.shape[0] != 1:
             raise ValueError(f"{name} must be 0-d or [1], got {list(tensor.shape)}")
 
@@ -123,10 +120,11 @@ def check_one_map(full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
         raise ValueError(f"exactly one of full_to_swa and page_map must be given, got {given}")
 
 
-def check_distinct(outputs: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> None:
+def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
     """Refuse outputs that overlap each other or an input, as far as can be seen where this runs.
 
-    Eagerly: by address. While a graph is traced anything about storage would break it, so the public function compares objects,
+    Eagerly: by address. While a graph is traced anything about storage would break it, so the public function
+    compares objects,
     and the operator's fake implementation compares storages and offsets.
     """
     everything = {**{k: v for k, v in inputs.items() if v is not None}, **outputs}
@@ -138,19 +136,17 @@ def check_distinct(outputs: dict[str, Tensor], inputs: dict[str, Tensor | None])
         for begin, _, other in spans[index + 1 :]:
             if begin >= end:
                 break
-            if (name in outputs or other in outputs) and not _interleaved(
-                everything[name], everything[other]
-            ):
+            if (name in outputs or other in outputs) and not _interleaved(everything[name], everything[other]):
                 _refuse(*((name, other) if name in outputs else (other, name)))
 
 
-def check_distinct_fake(outputs: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> None:
+def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
     """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
     if all(type(tensor) is FakeTensor for tensor in outputs.values()):
         check_distinct(outputs, inputs)
 
 
-def _check_distinct_objects(outputs: dict[str, Tensor], everything: dict[str, Tensor]) -> None:
+def _check_distinct_objects(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
     for name, out in outputs.items():
         for other, tensor in everything.items():
             if name != other and out is tensor:
@@ -162,7 +158,8 @@ def _refuse(name: str, other: str) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the byte past the last one that `tensor` covers; fake tensors count from an address of their storage's own."""
+    """First byte and the byte past the last one that `tensor` covers; fake tensors count from an address of their
+    storage's own."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     begin = tensor.data_ptr() if type(tensor) is not FakeTensor else _fake_address(tensor)
     return begin, begin + extent * tensor.element_size()

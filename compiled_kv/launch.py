@@ -1,12 +1,14 @@
 """Where Triton meets torch: the kernel decorator, and the launch that a traced operator can hold.
 
 Nothing derived from a batch may enter a kernel's compilation key, or each new batch would compile a new kernel
-(NOTE [No specialization]). `kernel` guarantees it: every argument without a `tl.constexpr` annotation is left unspecialized,
+(NOTE [No specialization]). `kernel` guarantees it: every argument without a `tl.constexpr` annotation is left
+unspecialized,
 pointers (named `*_ptr`) in their alignment too.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable
@@ -18,12 +20,13 @@ from compiled_kv.layout import ceil_div
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
+triton: Any
+tl: Any
 try:
-    import triton
-    import triton.language as tl
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
 except ImportError:  # e.g. macOS: the CPU bodies still work
-    triton = None  # type: ignore[assignment]
-    tl = None  # type: ignore[assignment]
+    triton = tl = None
 
 constexpr: Any = int if tl is None else tl.constexpr
 
@@ -32,9 +35,7 @@ def kernel(fn: Callable[..., None]) -> Any:
     """Compile `fn` with Triton, specialized on its `tl.constexpr` arguments and on dtypes alone."""
     if triton is None:
         return fn
-    runtime = [
-        p.name for p in inspect.signature(fn).parameters.values() if "constexpr" not in str(p.annotation)
-    ]
+    runtime = [p.name for p in inspect.signature(fn).parameters.values() if "constexpr" not in str(p.annotation)]
     return triton.jit(
         fn,
         do_not_specialize=[name for name in runtime if not name.endswith("_ptr")],
@@ -60,9 +61,7 @@ def runs_kernel(tensor: torch.Tensor) -> bool:
 def launch(fn: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
     """Launch a kernel over `grid` so that both eager code and a tracer see it."""
     if triton is None:
-        raise RuntimeError(
-            "tensors on an accelerator need Triton, which is not installed; tensors on the CPU do not"
-        )
+        raise RuntimeError("tensors on an accelerator need Triton, which is not installed; tensors on the CPU do not")
     # The interpreter reads data pointers, so wrap_triton, which must trace, refuses it.
     target = fn if INTERPRETED else torch.library.wrap_triton(fn)
     target[grid](**arguments)

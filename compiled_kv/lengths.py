@@ -3,7 +3,8 @@
     seq_lens = [5, 3, 9], delta = 1, q_len = 1, num_reqs = 2        row 2 is padding
     cache_seqlens -> [6, 4, 0]    cu_seqlens_q -> [0, 1, 2, 2]    cu_seqlens_k -> [0, 6, 10, 10]
 
-One program scans the batch in chunks of fixed size with a carry: a block as wide as the batch would compile anew for each batch.
+One program scans the batch in chunks of fixed size with a carry: a block as wide as the batch would compile anew for
+each batch.
 """
 
 from __future__ import annotations
@@ -85,9 +86,7 @@ def _seqlens(
     if not runs_kernel(seq_lens):
         return _cpu_body(seq_lens, q_lens, num_reqs, delta, q_len, cap, pad_seqlen)
     sizes = (seq_lens.shape[0], seq_lens.shape[0] + 1, seq_lens.shape[0] + 1)
-    cache_seqlens, cu_seqlens_q, cu_seqlens_k = (
-        seq_lens.new_empty((size,), dtype=torch.int32) for size in sizes
-    )
+    cache_seqlens, cu_seqlens_q, cu_seqlens_k = (seq_lens.new_empty((size,), dtype=torch.int32) for size in sizes)
     out = (cache_seqlens, cu_seqlens_q, cu_seqlens_k)
     _launch(out, seq_lens, q_lens, num_reqs, delta, q_len, cap, pad_seqlen)
     return out

@@ -54,7 +54,8 @@ INPUTS = (
 def decode_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, layout: KVLayout,
     seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None, num_tokens: int | None = None,
-    full_to_swa: Tensor | None = None, page_map: Tensor | None = None, num_reqs: Tensor | None = None, pad_seqlen: int = 0,
+    full_to_swa: Tensor | None = None, page_map: Tensor | None = None, num_reqs: Tensor | None = None, pad_seqlen: int
+    = 0,
     status: Tensor | None = None, out: DecodeMetadata | None = None, tail: str = "clear",
 ) -> DecodeMetadata:  # fmt: skip
     """Lengths, prefix sums, page tables and slots of one step; one launch on CUDA, one node in a graph.
@@ -67,7 +68,8 @@ def decode_metadata(
         seq_len_delta: tokens this step adds to seq_lens.
         q_len: queries a row: an int, or an int tensor [B] for ragged batches.
         slots: int [n], the slots the allocator gave this step's tokens. None: they are looked up in req_to_token.
-        num_tokens: static bound T of the tokens, for `slots` (at least n) and for a tensor `q_len`; what is beyond the live tokens
+        num_tokens: static bound T of the tokens, for `slots` (at least n) and for a tensor `q_len`; what is beyond
+        the live tokens
             holds -1. A tensor `q_len` with neither `slots` nor `num_tokens` gives no slot mapping.
         full_to_swa, page_map: int [N] or [NP], a map into the sliding-window pool, of slots or of pages; at most one.
         num_reqs: int tensor, 0-d or [1], on the device: rows at and beyond it are padding. None: every row is live.
@@ -80,7 +82,8 @@ def decode_metadata(
         DecodeMetadata, or `out` itself.
 
     Raises:
-        TypeError, ValueError: an argument's type, dtype, shape, device, range, width or overlap is wrong; the text names it.
+        TypeError, ValueError: an argument's type, dtype, shape, device, range, width or overlap is wrong; the text
+        names it.
     """
     sizes = Sizes()
     check_pool(sizes, req_to_token, req_pool_indices, layout)
@@ -130,9 +133,7 @@ def _token_capacity(
             return slots.shape[0]
         check_int("num_tokens", num_tokens, 0)
         if num_tokens < slots.shape[0]:
-            raise ValueError(
-                f"num_tokens must be at least the {slots.shape[0]} entries of slots, got {num_tokens}"
-            )
+            raise ValueError(f"num_tokens must be at least the {slots.shape[0]} entries of slots, got {num_tokens}")
         return num_tokens
     if q_lens is not None:
         if num_tokens is not None:
@@ -145,9 +146,7 @@ def _token_capacity(
     return sizes.named["B"] * q_len
 
 
-def _check_out(
-    sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: bool, tokens: int | None
-) -> None:
+def _check_out(sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: bool, tokens: int | None) -> None:
     if not isinstance(out, DecodeMetadata):
         raise TypeError(f"out must be a DecodeMetadata, got {type(out).__name__}")
     present = (True, True, True, True, has_swa, tokens is not None, has_swa and tokens is not None)

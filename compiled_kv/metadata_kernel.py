@@ -1,6 +1,7 @@
 """The one kernel behind `decode_metadata`.
 
-Grid (B + 1, parts): program (0, 0) takes lengths and prefix sums, for they take longest; program (1 + i, k) writes the pages and the
+Grid (B + 1, parts): program (0, 0) takes lengths and prefix sums, for they take longest; program (1 + i, k) writes
+the pages and the
 slots of row i, `parts` programs a row taking turns over what is live.
 """
 
@@ -78,7 +79,8 @@ def decode_metadata_kernel(
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, q_lens_ptr, slots_ptr, map_ptr, num_reqs_ptr, status_ptr,
     cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, page_table_ptr, swa_page_table_ptr, slot_mapping_ptr, swa_slot_mapping_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, q_stride, slots_stride, num_slots,
-    map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap, pad_seqlen, window,
+    map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap,
+    pad_seqlen, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +90,8 @@ def decode_metadata_kernel(
     if row < 0:
         if part == 0:
             queries, bits = prefix_sums(
-                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active, batch_size,
+                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
+                batch_size,
                 delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN,
             )  # fmt: skip
             if slot_mapping_ptr is not None:
@@ -125,7 +128,8 @@ def decode_metadata_kernel(
                     first_token = _tokens_before(q_lens_ptr, q_stride, row, SCAN)
             count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
             token_bits = _write_slots(
-                pool_row_ptr, pool_stride, pool_width, is_live, slots_ptr, slots_stride, num_slots, map_ptr, map_stride, map_size,
+                pool_row_ptr, pool_stride, pool_width, is_live, slots_ptr, slots_stride, num_slots, map_ptr,
+                map_stride, map_size,
                 slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, part, parts,
                 PAGE_SIZE, PAGE_MAP, TOKENS,
             )  # fmt: skip

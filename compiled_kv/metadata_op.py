@@ -1,6 +1,7 @@
 """`decode_metadata` as registered operators: flat arguments, fixed tuples of tensors, absent outputs of size zero.
 
-Schemas know no NamedTuple argument, no optional result and no `int | Tensor`; the public function in `metadata` restores them.
+Schemas know no NamedTuple argument, no optional result and no `int | Tensor`; the public function in `metadata`
+restores them.
 """
 
 from __future__ import annotations
@@ -75,15 +76,19 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
     pool, swa_map = given.req_to_token, given.swa_map
     launch(
         decode_metadata_kernel, (batch_size + 1, programs_a_row(batch_size, width)),
-        req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens, q_lens_ptr=given.q_lens,
+        req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
+        q_lens_ptr=given.q_lens,
         slots_ptr=given.slots, map_ptr=swa_map, num_reqs_ptr=given.num_reqs, status_ptr=given.status,
         cache_seqlens_ptr=out.cache_seqlens, cu_q_ptr=out.cu_seqlens_q, cu_k_ptr=out.cu_seqlens_k,
         page_table_ptr=out.page_table, swa_page_table_ptr=out.swa_page_table,
         slot_mapping_ptr=out.slot_mapping, swa_slot_mapping_ptr=out.swa_slot_mapping,
         pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
-        index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0), q_stride=_stride(given.q_lens),
-        slots_stride=_stride(given.slots), num_slots=_size(given.slots), map_stride=_stride(swa_map), map_size=_size(swa_map),
-        page_row_stride=out.page_table.stride(0), swa_row_stride=_stride(out.swa_page_table), batch_size=batch_size, width=width,
+        index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
+        q_stride=_stride(given.q_lens),
+        slots_stride=_stride(given.slots), num_slots=_size(given.slots), map_stride=_stride(swa_map),
+        map_size=_size(swa_map),
+        page_row_stride=out.page_table.stride(0), swa_row_stride=_stride(out.swa_page_table), batch_size=batch_size,
+        width=width,
         num_tokens=_size(out.slot_mapping), delta=settings.delta, q_len=settings.q_len, cap=settings.cap,
         pad_seqlen=settings.pad_seqlen, window=settings.window or 0, PAGE_SIZE=settings.page_size,
         PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, CLEAR=clear, DEBUG=DEBUG,
@@ -91,9 +96,7 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
     )  # fmt: skip
 
 
-def _cpu_body(
-    given: Inputs, settings: Settings, width: int, num_tokens: int | None
-) -> tuple[DecodeMetadata, Tensor]:
+def _cpu_body(given: Inputs, settings: Settings, width: int, num_tokens: int | None) -> tuple[DecodeMetadata, Tensor]:
     """Every output with cleared tails, and which columns a kept tail leaves to us."""
     page_size, cap, delta, q_len, pad_seqlen, window = settings
     batch_size, rows = given.seq_lens.shape[0], given.req_pool_indices.long()
@@ -102,9 +105,7 @@ def _cpu_body(
     lengths = cpu.clamped_length(given.seq_lens, delta, cap).where(live, pad_seqlen)
     queries = cpu.queries_of_rows(given.q_lens, q_len, counted)
     ends_q, ends_k = queries.cumsum(0), lengths.where(live, 0).cumsum(0)
-    slots, pages, written, owned = cpu.pages_of_rows(
-        given.req_to_token, rows, lengths, live, width, page_size
-    )
+    slots, pages, written, owned = cpu.pages_of_rows(given.req_to_token, rows, lengths, live, width, page_size)
     bits = [
         cpu.batch_bits(given.seq_lens, given.q_lens, delta, cap, live),
         cpu.flag(counted & ~live, Status.BAD_ROW),
@@ -119,9 +120,7 @@ def _cpu_body(
         bits.append(cpu.flag(seen & (pages >= 0) & (found < 0), Status.UNMAPPED))
     token_slots = swa_slots = None
     if num_tokens is not None:
-        token_slots, token_bits = _cpu_slots(
-            given, settings, num_tokens, rows, live, lengths, queries, ends_q
-        )
+        token_slots, token_bits = _cpu_slots(given, settings, num_tokens, rows, live, lengths, queries, ends_q)
         bits.append(token_bits)
         if given.swa_map is not None:
             swa_slots = cpu.swa_slot_of(token_slots, given.full_to_swa, given.page_map, page_size)
@@ -165,21 +164,17 @@ def _cpu_slots(
 def _decode_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, num_reqs: Tensor | None, status: Tensor | None,
-    page_size: int, cap: int, delta: int, q_len: int, pad_seqlen: int, window: int | None, width: int, num_tokens: int | None,
+    page_size: int, cap: int, delta: int, q_len: int, pad_seqlen: int, window: int | None, width: int, num_tokens: int
+    | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    given = Inputs(
-        req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status
-    )
+    given = Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status)
     settings = Settings(page_size, cap, delta, q_len, pad_seqlen, window)
     if runs_kernel(req_to_token):
         out = _new_outputs(given, width, num_tokens)
         _launch(out, given, settings, clear=True)
     else:
         out, _ = _cpu_body(given, settings, width, num_tokens)
-    absent = [
-        torch.empty(0, dtype=dtype, device=seq_lens.device)
-        for dtype in (torch.int32, torch.int64, torch.int64)
-    ]
+    absent = [torch.empty(0, dtype=dtype, device=seq_lens.device) for dtype in (torch.int32, torch.int64, torch.int64)]
     swa_table, slot_mapping, swa_slots = (empty if t is None else t for t, empty in zip(out[4:], absent))
     return (*out[:4], swa_table, slot_mapping, swa_slots)
 
@@ -210,9 +205,7 @@ def _decode_metadata_out(
     swa_page_table: Tensor | None, slot_mapping: Tensor | None, swa_slot_mapping: Tensor | None,
     page_size: int, cap: int, delta: int, q_len: int, pad_seqlen: int, window: int | None, clear: bool,
 ) -> None:  # fmt: skip
-    given = Inputs(
-        req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status
-    )
+    given = Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status)
     settings = Settings(page_size, cap, delta, q_len, pad_seqlen, window)
     out = DecodeMetadata(
         cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, slot_mapping, swa_slot_mapping

@@ -5,8 +5,10 @@
     req_pool_indices = [1], cache_seqlens = [6]
     page_table(...) -> [[2, 1]]                    ceil(6 / 4) = 2 live columns, each slot // 4
 
-The page-table kernel that reads the lengths on the device, its grid from a static bound, is published in SGLang's trtllm_mha back
-end; the FlashMLA block-index kernel parallel over page blocks in its flashmla back end. Here a fixed number of programs a row
+The page-table kernel that reads the lengths on the device, its grid from a static bound, is published in SGLang's
+trtllm_mha back
+end; the FlashMLA block-index kernel parallel over page blocks in its flashmla back end. Here a fixed number of
+programs a row
 stride over the row's live pages, so that cost follows the live lengths and not the context bound.
 """
 
@@ -65,9 +67,11 @@ def _launch(
     batch_size, width = out.shape
     launch(
         _page_table_kernel, (batch_size, programs_a_row(batch_size, width)),
-        req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, kv_lens_ptr=kv_lens, kv_start_ptr=kv_start,
+        req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, kv_lens_ptr=kv_lens,
+        kv_start_ptr=kv_start,
         page_table_ptr=out, pool_rows=req_to_token.shape[0], pool_width=req_to_token.shape[1],
-        pool_row_stride=req_to_token.stride(0), pool_stride=req_to_token.stride(1), index_stride=req_pool_indices.stride(0),
+        pool_row_stride=req_to_token.stride(0), pool_stride=req_to_token.stride(1),
+        index_stride=req_pool_indices.stride(0),
         len_stride=kv_lens.stride(0), start_stride=0 if kv_start is None else kv_start.stride(0),
         page_row_stride=out.stride(0), width=width, cap=cap,
         PAGE_SIZE=page_size, CLEAR=clear, DEBUG=DEBUG, BLOCK=BLOCK,
@@ -123,9 +127,7 @@ def _fill(
     if runs_kernel(out):
         _launch(out, req_to_token, req_pool_indices, kv_lens, kv_start, page_size, cap, clear)
         return
-    table, written = _cpu_body(
-        req_to_token, req_pool_indices, kv_lens, kv_start, page_size, cap, out.shape[1]
-    )
+    table, written = _cpu_body(req_to_token, req_pool_indices, kv_lens, kv_start, page_size, cap, out.shape[1])
     out.copy_(table if clear else table.where(written, out))
 
 
@@ -237,7 +239,8 @@ def flashmla_kv_indices(
     Args:
         req_to_token, req_pool_indices, layout, out, tail: as in `page_table`.
         kv_lens: int [B], tokens each row reads, from its start on; clamped to [0, layout.max_seqlen_k].
-        kv_start: int [B], position the first column reads; None for 0. Column p reads position kv_start + p * page_size, and -1
+        kv_start: int [B], position the first column reads; None for 0. Column p reads position kv_start + p *
+        page_size, and -1
             where that lies beyond the pool's width.
 
     Returns:

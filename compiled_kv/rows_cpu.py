@@ -1,4 +1,5 @@
-"""Torch pieces that the CPU bodies share; the twins of `rows_triton`, in static shapes so that Inductor can fuse them."""
+"""Torch pieces that the CPU bodies share; the twins of `rows_triton`, in static shapes so that Inductor can fuse
+them."""
 
 from __future__ import annotations
 
@@ -25,9 +26,7 @@ def clamped_length(seq_lens: Tensor, delta: int, cap: int) -> Tensor:
 
 def length_bits(seq_lens: Tensor, delta: int, cap: int) -> Tensor:
     seq_lens = seq_lens.long()
-    return flag(seq_lens < 0, Status.NEGATIVE_LENGTH) | flag(
-        seq_lens.clamp(min=0) > cap - delta, Status.TOO_LONG
-    )
+    return flag(seq_lens < 0, Status.NEGATIVE_LENGTH) | flag(seq_lens.clamp(min=0) > cap - delta, Status.TOO_LONG)
 
 
 def queries_of_rows(q_lens: Tensor | None, q_len: int, counted: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Device functions that the kernels share: a row's lengths, its pages, its translation, and the bits of `status`.
 
-Each works on one row (scalars) and on a block of rows alike. Address arithmetic is int64 from the first multiplication on: the
+Each works on one row (scalars) and on a block of rows alike. Address arithmetic is int64 from the first
+multiplication on: the
 variable factor is widened, never the stride, which a compiler may have folded to a constant.
 """
 
@@ -41,9 +42,7 @@ def clamped_length(seq_len, delta, cap):
 
 @device_function
 def length_bits(seq_len, delta, cap):
-    return tl.where(seq_len < 0, NEGATIVE_LENGTH, 0) | tl.where(
-        tl.maximum(seq_len, 0) > cap - delta, TOO_LONG, 0
-    )
+    return tl.where(seq_len < 0, NEGATIVE_LENGTH, 0) | tl.where(tl.maximum(seq_len, 0) > cap - delta, TOO_LONG, 0)
 
 
 @device_function
@@ -61,9 +60,7 @@ def through_map(index, map_ptr, map_stride, map_size, mask):
 
 
 @device_function
-def swa_page_of(
-    slot, page, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr
-):
+def swa_page_of(slot, page, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr):
     if PAGE_MAP:
         return page_of(through_map(page, map_ptr, map_stride, map_size, mask), 1)
     else:
@@ -103,9 +100,7 @@ def fill_row(
         column = begin + tl.arange(0, BLOCK)
         in_row = column < live
         position = start + column.to(tl.int64) * PAGE_SIZE
-        slot = tl.load(
-            pool_ptr + position * pool_stride, mask=in_row & is_live & (position < pool_width), other=-1
-        )
+        slot = tl.load(pool_ptr + position * pool_stride, mask=in_row & is_live & (position < pool_width), other=-1)
         page = page_of(slot, PAGE_SIZE)
         tl.store(page_ptr + column, tl.where(is_live, page, 0), mask=in_row)
         bits |= tl.where(in_row & is_live & (page < 0), BAD_SLOT, 0)

@@ -4,7 +4,8 @@
     req_pool_indices = [0, 1, 2], positions = [0, 4, -1]
     slot_mapping(...) -> [28, 36, -1]                7 * 4 + 0,  9 * 4 + 0,  none
 
-The same from a pool of tokens reads `req_to_token[row, position]` itself. -1 stays -1: it is tested before anything is divided.
+The same from a pool of tokens reads `req_to_token[row, position]` itself. -1 stays -1: it is tested before anything
+is divided.
 """
 
 from __future__ import annotations
@@ -47,15 +48,14 @@ def _slot_mapping_kernel(
     position = load_at(positions_ptr, token, position_stride, owned, -1)
     column = position // PAGE_SIZE
     inside = owned & (pool_row >= 0) & (pool_row < pool_rows) & (position >= 0) & (column < pool_width)
-    entry = tl.load(pool_ptr + pool_row * pool_row_stride + column * pool_stride, mask=inside, other=-1).to(
-        tl.int64
-    )
+    entry = tl.load(pool_ptr + pool_row * pool_row_stride + column * pool_stride, mask=inside, other=-1).to(tl.int64)
     slot = tl.where(entry < 0, -1, entry * PAGE_SIZE + position % PAGE_SIZE)
     tl.store(slot_mapping_ptr + token, slot, mask=in_range)
 
 
 def _launch(
-    out: Tensor, pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs: Tensor | None,
+    out: Tensor, pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs:
+    Tensor | None,
     page_size: int,
 ) -> None:  # fmt: skip
     launch(
@@ -105,12 +105,11 @@ def _slot_mapping(
 
 @triton_op("compiled_kv::slot_mapping_out", mutates_args=("out",))
 def _slot_mapping_out(
-    pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs: Tensor | None, out: Tensor,
+    pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs: Tensor | None,
+    out: Tensor,
     page_size: int,
 ) -> None:  # fmt: skip
-    check_distinct_fake(
-        {"out": out}, {"pool": pool, "req_pool_indices": req_pool_indices, "positions": positions}
-    )
+    check_distinct_fake({"out": out}, {"pool": pool, "req_pool_indices": req_pool_indices, "positions": positions})
     if runs_kernel(positions):
         _launch(out, pool, req_pool_indices, positions, cu_seqlens_q, num_reqs, page_size)
     else:
@@ -119,7 +118,8 @@ def _slot_mapping_out(
 
 def slot_mapping(
     req_to_token: Tensor | None, req_pool_indices: Tensor, positions: Tensor, *, block_table: Tensor | None = None,
-    page_size: int | None = None, cu_seqlens_q: Tensor | None = None, num_reqs: Tensor | None = None, out: Tensor | None = None,
+    page_size: int | None = None, cu_seqlens_q: Tensor | None = None, num_reqs: Tensor | None = None, out: Tensor |
+    None = None,
 ) -> Tensor:  # fmt: skip
     """Slot of each token of a step, from a pool of tokens or a pool of pages.
 
@@ -129,7 +129,8 @@ def slot_mapping(
         positions: int [T], position of each token in its request; one below 0, or beyond the row, gives -1.
         block_table: int [R, W], page id of each page of each pool row; a negative one gives -1.
         page_size: tokens a page; goes with `block_table`.
-        cu_seqlens_q: int [B + 1], non-decreasing from 0: token t belongs to the row whose interval holds it, and tokens past the
+        cu_seqlens_q: int [B + 1], non-decreasing from 0: token t belongs to the row whose interval holds it, and
+        tokens past the
             last entry to none. None: token t belongs to row t (T = B).
         num_reqs: int tensor, 0-d or [1], on the device: tokens of rows at and beyond it give -1.
         out: int64 [T], written in place and returned.
@@ -141,9 +142,8 @@ def slot_mapping(
         TypeError, ValueError: an argument's type, dtype, shape, device, range or overlap is wrong; the text names it.
     """
     if (req_to_token is None) == (block_table is None):
-        raise ValueError(
-            f"exactly one of req_to_token and block_table must be given, got {'neither' if block_table is None else 'both'}"
-        )
+        given = "neither" if block_table is None else "both"
+        raise ValueError(f"exactly one of req_to_token and block_table must be given, got {given}")
     if (page_size is None) != (block_table is None):
         raise ValueError(f"page_size goes with block_table, got page_size={page_size}")
     sizes = Sizes()

@@ -57,7 +57,8 @@ def _swa_page_table_kernel(
     swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
     bits = fill_row(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, 0, is_live,
-        page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, first_column(length, queries, window, PAGE_SIZE, WINDOWED),
+        page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, first_column(length, queries, window, PAGE_SIZE,
+        WINDOWED),
         live, part, parts, PAGE_SIZE, PAGE_MAP, BLOCK,
     )  # fmt: skip
     report(bits, None, DEBUG)
@@ -68,7 +69,8 @@ def _swa_page_table_kernel(
 
 def _launch(
     out: Pair, req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, q_lens: Tensor | None,
-    full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, q_len: int, window: int | None, clear: bool,
+    full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, q_len: int, window: int | None,
+    clear: bool,
 ) -> None:  # fmt: skip
     table, swa_table = out
     batch_size, width = table.shape
@@ -76,12 +78,16 @@ def _launch(
     assert map_ is not None
     launch(
         _swa_page_table_kernel, (batch_size, programs_a_row(batch_size, width)),
-        req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, cache_seqlens_ptr=cache_seqlens, q_lens_ptr=q_lens,
+        req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, cache_seqlens_ptr=cache_seqlens,
+        q_lens_ptr=q_lens,
         map_ptr=map_, page_table_ptr=table, swa_page_table_ptr=swa_table,
         pool_rows=req_to_token.shape[0], pool_width=req_to_token.shape[1],
-        pool_row_stride=req_to_token.stride(0), pool_stride=req_to_token.stride(1), index_stride=req_pool_indices.stride(0),
-        len_stride=cache_seqlens.stride(0), q_stride=0 if q_lens is None else q_lens.stride(0), map_stride=map_.stride(0),
-        map_size=map_.shape[0], page_row_stride=table.stride(0), swa_row_stride=swa_table.stride(0), width=width, cap=cap,
+        pool_row_stride=req_to_token.stride(0), pool_stride=req_to_token.stride(1),
+        index_stride=req_pool_indices.stride(0),
+        len_stride=cache_seqlens.stride(0), q_stride=0 if q_lens is None else q_lens.stride(0),
+        map_stride=map_.stride(0),
+        map_size=map_.shape[0], page_row_stride=table.stride(0), swa_row_stride=swa_table.stride(0), width=width,
+        cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
         CLEAR=clear, DEBUG=DEBUG, BLOCK=BLOCK,
     )  # fmt: skip
@@ -89,7 +95,8 @@ def _launch(
 
 def _cpu_body(
     req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, q_lens: Tensor | None,
-    full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, width: int, q_len: int, window: int | None,
+    full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, width: int, q_len: int, window: int
+    | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Both cleared tables, and which columns a kept tail leaves to us."""
     rows = req_pool_indices.long()
@@ -109,7 +116,8 @@ def _cpu_body(
 @triton_op("compiled_kv::swa_page_table", mutates_args=())
 def _swa_page_table(
     req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, q_lens: Tensor | None,
-    full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, width: int, q_len: int, window: int | None,
+    full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, width: int, q_len: int, window: int
+    | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     inputs = (req_to_token, req_pool_indices, cache_seqlens, q_lens, full_to_swa, page_map)
     if not runs_kernel(req_to_token):
@@ -127,9 +135,7 @@ def _swa_page_table_out(
     page_size: int, cap: int, q_len: int, window: int | None, clear: bool,
 ) -> None:  # fmt: skip
     inputs = (req_to_token, req_pool_indices, cache_seqlens, q_lens, full_to_swa, page_map)
-    check_distinct_fake(
-        {"page_table": page_table, "swa_page_table": swa_page_table}, dict(zip(INPUTS, inputs))
-    )
+    check_distinct_fake({"page_table": page_table, "swa_page_table": swa_page_table}, dict(zip(INPUTS, inputs)))
     if runs_kernel(req_to_token):
         _launch((page_table, swa_page_table), *inputs, page_size, cap, q_len, window, clear)
         return
@@ -140,21 +146,25 @@ def _swa_page_table_out(
 
 def swa_page_table(
     req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, full_to_swa: Tensor | None = None,
-    *, page_map: Tensor | None = None, layout: KVLayout, q_len: int | Tensor = 1, out: Pair | None = None, tail: str = "clear",
+    *, page_map: Tensor | None = None, layout: KVLayout, q_len: int | Tensor = 1, out: Pair | None = None, tail: str =
+    "clear",
 ) -> Pair:  # fmt: skip
     """Page tables of the full-attention layers and of the sliding-window layers, in one pass.
 
     Args:
         req_to_token, req_pool_indices, cache_seqlens, tail: as in `page_table`.
         full_to_swa: int [N], sliding-window slot of each full-attention slot, negative for none.
-        page_map: int [NP], sliding-window page of each full-attention page, negative for none. Exactly one of the two is given.
-        layout: page size, bounds and window. With a window, columns wholly before that of the row's first query hold the null page
+        page_map: int [NP], sliding-window page of each full-attention page, negative for none. Exactly one of the two
+        is given.
+        layout: page size, bounds and window. With a window, columns wholly before that of the row's first query hold
+        the null page
             and are not looked up; without one the whole row is translated.
         q_len: queries a row, an int or an int tensor [B]; the first sits at cache_seqlens - q_len.
         out: (page_table, swa_page_table), each int32 [B, P] with P >= layout.max_num_pages.
 
     Returns:
-        (page_table, swa_page_table), int32 [B, layout.max_num_pages] each, or `out`. A live column without a counterpart holds -1.
+        (page_table, swa_page_table), int32 [B, layout.max_num_pages] each, or `out`. A live column without a
+        counterpart holds -1.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device, width or overlap is wrong; the text names it.
