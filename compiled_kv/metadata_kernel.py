@@ -10,11 +10,11 @@ from __future__ import annotations
 from compiled_kv.launch import device_function, kernel, tl
 from compiled_kv.rows_triton import (
     BAD_SLOT,
-    INT32_MAX,
     TOO_MANY_TOKENS,
     UNMAPPED,
     active_rows,
     clamped_length,
+    clamped_queries,
     clear_row,
     fill_row,
     first_column,
@@ -32,7 +32,7 @@ def _tokens_before(q_lens_ptr, q_stride, rows, SCAN: tl.constexpr):
     for begin in range(0, rows, SCAN):
         row = begin + tl.arange(0, SCAN)
         queries = load_at(q_lens_ptr, row, q_stride, row < rows, 0)
-        total += tl.sum(tl.minimum(tl.maximum(queries, 0), INT32_MAX), 0)
+        total += tl.sum(clamped_queries(queries), 0)
     return total
 
 
@@ -95,18 +95,22 @@ def decode_metadata_kernel(
                 delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN,
             )  # fmt: skip
             if slot_mapping_ptr is not None:
+                beyond = queries
                 if q_lens_ptr is None:
-                    queries += batch_size * q_len
+                    queries += active * q_len
+                    beyond += batch_size.to(tl.int64) * q_len
+                if slots_ptr is not None:
+                    bits |= tl.where(queries > num_slots, TOO_MANY_TOKENS, 0)
                 else:
                     bits |= tl.where(queries > num_tokens, TOO_MANY_TOKENS, 0)
-                _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, queries, num_tokens, SCAN)
+                _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, beyond, num_tokens, SCAN)
             report(bits, status_ptr, DEBUG)
     else:
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
         seq_len = load_at(seq_lens_ptr, row, seq_stride, True, 0)
         queries = tl.zeros([], tl.int64) + q_len
         if q_lens_ptr is not None:
-            queries = tl.minimum(tl.maximum(load_at(q_lens_ptr, row, q_stride, True, 0), 0), INT32_MAX)
+            queries = clamped_queries(load_at(q_lens_ptr, row, q_stride, True, 0))
         is_live = (row < active) & (pool_row >= 0) & (pool_row < pool_rows)
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen)
         live = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)

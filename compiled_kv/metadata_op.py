@@ -121,7 +121,8 @@ def _cpu_body(given: Inputs, settings: Settings, width: int, num_tokens: int | N
     token_slots = swa_slots = None
     if num_tokens is not None:
         token_slots, token_bits = _cpu_slots(given, settings, num_tokens, rows, live, lengths, queries, ends_q)
-        bits.append(token_bits)
+        capacity = num_tokens if given.slots is None else given.slots.shape[0]
+        bits += [token_bits, cpu.flag(queries.sum() > capacity, Status.TOO_MANY_TOKENS)]
         if given.swa_map is not None:
             swa_slots = cpu.swa_slot_of(token_slots, given.full_to_swa, given.page_map, page_size)
             bits.append(cpu.flag((token_slots >= 0) & (swa_slots < 0), Status.UNMAPPED))
@@ -144,20 +145,19 @@ def _cpu_slots(
     tokens = cpu.iota(num_tokens, rows)
     if given.q_lens is None:
         row = cpu.floor_div(tokens, max(settings.q_len, 1))
-        query, bits = tokens - row * settings.q_len, cpu.flag(tokens < 0, Status.TOO_MANY_TOKENS)
+        query = tokens - row * settings.q_len
         in_batch = row < (rows.shape[0] if settings.q_len > 0 else 0)
     else:
         row = torch.searchsorted(ends_q, tokens, right=True)
         in_batch = row < rows.shape[0]
         query = tokens - cpu.gather(ends_q - queries, row, in_batch)
-        bits = cpu.flag(queries.sum() > num_tokens, Status.TOO_MANY_TOKENS)
     owned = cpu.gather(live, row, in_batch) == 1
     if given.slots is not None:
-        return cpu.gather(given.slots, tokens, owned).clamp(min=-1), bits
+        return cpu.gather(given.slots, tokens, owned).clamp(min=-1), torch.zeros_like(tokens)
     positions = cpu.gather(lengths - queries, row, owned) + query
     held = owned & (positions >= 0)
     slots = cpu.gather_rows(given.req_to_token, cpu.gather(rows, row, owned), positions, held).clamp(min=-1)
-    return slots, bits | cpu.flag(held & (slots < 0), Status.BAD_SLOT)
+    return slots, cpu.flag(held & (slots < 0), Status.BAD_SLOT)
 
 
 @triton_op("compiled_kv::decode_metadata", mutates_args=("status",))

@@ -9,6 +9,7 @@ from torch import Tensor
 from compiled_kv.status import DEBUG, Status
 
 INT32_MAX = 2**31 - 1
+MAX_QUERIES = 2**31
 
 
 def iota(n: int, like: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def queries_of_rows(q_lens: Tensor | None, q_len: int, counted: Tensor) -> Tenso
     """Queries of each row, int64 [B]; padding rows have none."""
     if q_lens is None:
         return torch.where(counted, q_len, 0)
-    return torch.where(counted, q_lens.long().clamp(0, INT32_MAX), 0)
+    return torch.where(counted, q_lens.long().clamp(0, MAX_QUERIES), 0)
 
 
 def prefix_sums(ends: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ def swa_page_of(
 
 def swa_slot_of(slots: Tensor, token_map: Tensor | None, page_map: Tensor | None, page_size: int) -> Tensor:
     if page_map is not None:
-        page = gather(page_map, floor_div(slots, page_size), slots >= 0)
+        page = page_of(gather(page_map, page_of(slots, page_size), slots >= 0), 1)
         return torch.where(page < 0, -1, page * page_size + slots % page_size)
     assert token_map is not None
     return gather(token_map, slots, slots >= 0).clamp(min=-1)

@@ -11,6 +11,7 @@ from compiled_kv.launch import constexpr, device_function, tl
 from compiled_kv.status import Status
 
 INT32_MAX = constexpr(2**31 - 1)
+MAX_QUERIES = constexpr(2**31)  # of one row: past what a prefix sum holds, and summed without wrapping
 TOO_LONG = constexpr(int(Status.TOO_LONG))
 NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))
 BAD_ROW = constexpr(int(Status.BAD_ROW))
@@ -38,6 +39,11 @@ def active_rows(num_reqs_ptr, batch_size):
 def clamped_length(seq_len, delta, cap):
     # The first minimum keeps an absurd 64-bit length from wrapping round when delta is added.
     return tl.minimum(tl.minimum(tl.maximum(seq_len, 0), cap) + delta, cap)
+
+
+@device_function
+def clamped_queries(q_len):
+    return tl.minimum(tl.maximum(q_len, 0), MAX_QUERIES)
 
 
 @device_function
@@ -70,7 +76,7 @@ def swa_page_of(slot, page, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.c
 @device_function
 def swa_slot_of(slot, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr):
     if PAGE_MAP:
-        page = through_map(slot // PAGE_SIZE, map_ptr, map_stride, map_size, mask & (slot >= 0))
+        page = page_of(through_map(page_of(slot, PAGE_SIZE), map_ptr, map_stride, map_size, mask), 1).to(tl.int64)
         return tl.where(page < 0, -1, page * PAGE_SIZE + slot % PAGE_SIZE)
     else:
         return through_map(slot, map_ptr, map_stride, map_size, mask)
@@ -169,7 +175,7 @@ def prefix_sums(
         if q_lens_ptr is not None:
             raw = load_at(q_lens_ptr, row, q_stride, counted, 0)
             bits |= tl.where(live & (raw < 0), NEGATIVE_LENGTH, 0)
-            queries = tl.minimum(tl.maximum(raw, 0), INT32_MAX)
+            queries = clamped_queries(raw)
             ends_q = total_q + tl.cumsum(queries, 0)
             total_q += tl.sum(queries, 0)
         else:

@@ -18,14 +18,14 @@ from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
-from compiled_kv.rows_triton import active_rows, load_at
+from compiled_kv.rows_triton import active_rows, load_at, page_of
 
 
 @kernel
 def _slot_mapping_kernel(
     pool_ptr, req_pool_indices_ptr, positions_ptr, cu_seqlens_q_ptr, num_reqs_ptr, slot_mapping_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, position_stride, cu_stride,
-    batch_size, num_tokens, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    batch_size, num_tokens, PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_range = token < num_tokens
@@ -49,6 +49,8 @@ def _slot_mapping_kernel(
     column = position // PAGE_SIZE
     inside = owned & (pool_row >= 0) & (pool_row < pool_rows) & (position >= 0) & (column < pool_width)
     entry = tl.load(pool_ptr + pool_row * pool_row_stride + column * pool_stride, mask=inside, other=-1).to(tl.int64)
+    if PAGED:
+        entry = page_of(entry, 1).to(tl.int64)
     slot = tl.where(entry < 0, -1, entry * PAGE_SIZE + position % PAGE_SIZE)
     tl.store(slot_mapping_ptr + token, slot, mask=in_range)
 
@@ -56,7 +58,7 @@ def _slot_mapping_kernel(
 def _launch(
     out: Tensor, pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs:
     Tensor | None,
-    page_size: int,
+    page_size: int | None,
 ) -> None:  # fmt: skip
     launch(
         _slot_mapping_kernel, (ceil_div(out.shape[0], TOKENS),),
@@ -64,7 +66,7 @@ def _launch(
         num_reqs_ptr=num_reqs, slot_mapping_ptr=out, pool_rows=pool.shape[0], pool_width=pool.shape[1],
         pool_row_stride=pool.stride(0), pool_stride=pool.stride(1), index_stride=req_pool_indices.stride(0),
         position_stride=positions.stride(0), cu_stride=0 if cu_seqlens_q is None else cu_seqlens_q.stride(0),
-        batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0], PAGE_SIZE=page_size, TOKENS=TOKENS,
+        batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0], PAGED=page_size is not None, PAGE_SIZE=page_size or 1, TOKENS=TOKENS,
     )  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def _cpu_body(
     positions: Tensor,
     cu_seqlens_q: Tensor | None,
     num_reqs: Tensor | None,
-    page_size: int,
+    page_size: int | None,
 ) -> Tensor:
     batch_size, tokens = req_pool_indices.shape[0], cpu.iota(positions.shape[0], positions)
     rows = tokens
@@ -83,7 +85,10 @@ def _cpu_body(
     owned = (rows < batch_size) & (rows < cpu.active_rows(num_reqs, batch_size))
     positions = positions.long()
     pool_rows = cpu.gather(req_pool_indices, rows, owned)
+    if page_size is None:
+        return cpu.gather_rows(pool, pool_rows, positions, owned).clamp(min=-1)
     entries = cpu.gather_rows(pool, pool_rows, cpu.floor_div(positions, page_size), owned & (positions >= 0))
+    entries = cpu.page_of(entries, 1)
     return torch.where(entries < 0, -1, entries * page_size + positions % page_size)
 
 
@@ -94,7 +99,7 @@ def _slot_mapping(
     positions: Tensor,
     cu_seqlens_q: Tensor | None,
     num_reqs: Tensor | None,
-    page_size: int,
+    page_size: int | None,
 ) -> Tensor:
     if not runs_kernel(positions):
         return _cpu_body(pool, req_pool_indices, positions, cu_seqlens_q, num_reqs, page_size)
@@ -107,7 +112,7 @@ def _slot_mapping(
 def _slot_mapping_out(
     pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs: Tensor | None,
     out: Tensor,
-    page_size: int,
+    page_size: int | None,
 ) -> None:  # fmt: skip
     check_distinct_fake({"out": out}, {"pool": pool, "req_pool_indices": req_pool_indices, "positions": positions})
     if runs_kernel(positions):
@@ -166,7 +171,7 @@ def slot_mapping(
         sizes.check_scalar("num_reqs", num_reqs)
     inputs = (pool, req_pool_indices, positions, cu_seqlens_q, num_reqs)
     if out is None:
-        return torch.ops.compiled_kv.slot_mapping(*inputs, page_size or 1)
+        return torch.ops.compiled_kv.slot_mapping(*inputs, page_size)
     sizes.check_output("out", out, INT64, "B" if cu_seqlens_q is None else "T")
     names = (
         "req_to_token" if block_table is None else "block_table",
@@ -176,5 +181,5 @@ def slot_mapping(
         "num_reqs",
     )
     check_distinct({"out": out}, dict(zip(names, inputs)))
-    torch.ops.compiled_kv.slot_mapping_out(*inputs, out, page_size or 1)
+    torch.ops.compiled_kv.slot_mapping_out(*inputs, out, page_size)
     return out
