@@ -1,0 +1,196 @@
+"""What a captured graph holds of the things a decode step pays for: kernel launches, copies and host reads."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+READS = {
+    aten._local_scalar_dense.default: "a value",
+    aten.item.default: "a value",
+    aten.is_nonzero.default: "a truth value",
+    aten.equal.default: "a truth value",
+    aten.nonzero.default: "a size",
+    aten.masked_select.default: "a size",
+    aten._unique2.default: "a size",
+    aten.unique_dim.default: "a size",
+    aten.unique_consecutive.default: "a size",
+    aten.repeat_interleave.Tensor: "a size",
+    aten.bincount.default: "a size",
+}
+_READ_METHODS = {"item": "a value", "tolist": "values", "nonzero": "a size", "cpu": "a copy to the CPU"}
+_COPIES = (aten.clone.default, aten.copy_.default)
+_SCATTERS = (
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.as_strided_scatter.default,
+    aten.diagonal_scatter.default,
+)
+_LAUNCHES = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One Triton kernel launch: the kernel's name, its grid, its arguments by name, and which of them it writes."""
+
+    kernel: str
+    grid: tuple[Any, ...]
+    arguments: dict[str, Any]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of a tensor left after the compiler reused what it could; bytes is None where a size is unbacked."""
+
+    operator: str
+    bytes: int | None
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """One node that makes the host wait for the device, and what it waits for."""
+
+    operator: str
+    what: str
+    node: fx.Node
+
+
+def launch_of(node: fx.Node) -> Launch | None:
+    """The Triton launch that `node` is, or None."""
+    if not is_launch(node):
+        return None
+    kernel, constants = kernel_behind(node)
+    given = {**constants, **node.kwargs["kwargs"]}  # type: ignore[dict-item]
+    order = [name for name in kernel.arg_names if name in given]
+    writes = node.kwargs.get("tensors_to_clone", ())
+    grid = list(node.kwargs["grid"][0])  # type: ignore[index, arg-type]
+    while len(grid) > 1 and grid[-1] == 1:
+        grid.pop()
+    return Launch(kernel.fn.__name__, tuple(grid), {name: given[name] for name in order}, tuple(sorted(writes)))  # type: ignore[arg-type]
+
+
+def is_launch(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _LAUNCHES
+
+
+def kernel_behind(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """The JIT function of a launch and its constant arguments, pinned to the node: torch's table may be reset later."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    if "compiled_kv_kernel" not in node.meta:
+        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+        kernel = kernel if hasattr(kernel, "arg_names") and hasattr(kernel.fn, "__name__") else kernel.fn
+        constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
+        node.meta["compiled_kv_kernel"] = (kernel, dict(constants))
+    return node.meta["compiled_kv_kernel"]
+
+
+def nodes(graphs: Sequence[fx.GraphModule]) -> Iterator[fx.Node]:
+    """Every node of every graph, and of the graphs nested in them (control flow)."""
+    for graph in graphs:
+        for module in graph.modules():
+            if isinstance(module, fx.GraphModule):
+                yield from module.graph.nodes
+
+
+def launches(graphs: Sequence[fx.GraphModule]) -> list[Launch]:
+    return [launch for node in nodes(graphs) if (launch := launch_of(node))]
+
+
+def host_reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
+    return [read for node in nodes(graphs) if (read := host_read_of(node))]
+
+
+def host_read_of(node: fx.Node) -> HostRead | None:
+    """What the host waits for at `node`, or None."""
+    if node.op == "call_method" and node.target in _READ_METHODS:
+        return HostRead(str(node.target), _READ_METHODS[str(node.target)], node)
+    if node.op != "call_function":
+        return None
+    if node.target in READS:
+        return HostRead(operator_name(node), READS[node.target], node)
+    if node.target is aten.index.Tensor and any(map(_is_mask, node.args[1])):  # type: ignore[arg-type]
+        return HostRead(operator_name(node), "a size", node)
+    if _leaves_device(node):
+        return HostRead(operator_name(node), "a copy to the CPU", node)
+    return None
+
+
+def copies(graphs: Sequence[fx.GraphModule]) -> list[Copy]:
+    """Copies left in `graphs` once they went through `reused`."""
+    found = (node for node in nodes(graphs) if node.op == "call_function" and node.target in _COPIES + _SCATTERS)
+    return [Copy(operator_name(node), tensor_bytes(value_of(node)), node) for node in found]
+
+
+def reused(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of an aot graph in which Inductor has decided which arguments are written in place, which cloned."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.fx_passes.post_grad import (
+        decompose_auto_functionalized,
+        decompose_triton_kernel_wrapper_functional,
+    )
+    from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
+    from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._inductor.virtualized import V
+
+    graph = copy.deepcopy(graph)
+    values = [value for node in graph.graph.nodes if isinstance(value := value_of(node), Tensor)]
+    with V.set_fake_mode(detect_fake_mode(values)):
+        takes_module = "gm" in inspect.signature(FakeTensorUpdater).parameters  # torch 2.11 takes the graph
+        updater: Any = FakeTensorUpdater
+        reinplace_inplaceable_ops(updater(graph if takes_module else graph.graph), graph.graph)
+        decompose_triton_kernel_wrapper_functional(graph.graph)
+        decompose_auto_functionalized(graph.graph)
+    return graph
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten.clone` for aten.clone.default; a method's or function's own name for what is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.replace("::", ".")
+    if isinstance(target, str):
+        return target
+    return getattr(target, "__name__", str(target))
+
+
+def value_of(node: Any) -> Any:
+    """The fake value a node stands for, at either tier."""
+    return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else node
+
+
+def tensor_bytes(value: Any) -> int | None:
+    """Bytes of a tensor; a symbolic size counts as the example it was traced with."""
+    if not isinstance(value, Tensor):
+        return None
+    sizes: list[Any] = [getattr(size, "node", size) for size in value.shape]
+    sizes = [getattr(size, "hint", size) for size in sizes]
+    return None if None in sizes else math.prod(sizes) * value.element_size()
+
+
+def _is_mask(node: Any) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _leaves_device(node: fx.Node) -> bool:
+    result = value_of(node)
+    sources = [value_of(argument) for argument in node.all_input_nodes]
+    return (
+        isinstance(result, Tensor)
+        and result.device.type == "cpu"
+        and any(isinstance(value, Tensor) and value.device.type not in ("cpu", "meta") for value in sources)
+    )

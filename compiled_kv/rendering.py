@@ -1,0 +1,219 @@
+"""A captured graph as text for people, the same from process to process and from one torch version to the next.
+
+    in   block_table i32[s0, 16], req_pool_indices i64[s1], positions i64[s1]
+    slot_mapping = compiled_kv.slot_mapping(block_table, req_pool_indices, positions, 64)   i64[s1]
+    out  slot_mapping
+    launches 1  copies 0  host reads 0
+
+Sizes are lettered in order of appearance, arithmetic on sizes and fresh buffers are written where they are used, and
+what only says how a tensor was made (device, layout, memory format) is left out.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+
+from compiled_kv import counts
+
+if TYPE_CHECKING:
+    from compiled_kv.tracing import Graphs
+
+_DTYPES = {torch.bool: "b8", torch.bfloat16: "bf16"}
+_FRESH = re.compile(r"aten\.(new_)?empty(_like|_strided|_permuted)?")
+_NOISE = {"device", "layout", "pin_memory", "memory_format", "dtype", "requires_grad", "non_blocking", "_stacklevel"}
+_SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
+_WIDTH = 110
+
+
+def render(graphs: Graphs, tier: str) -> str:
+    """One tier ("dynamo" or "aot") of captured graphs, and the line of counts."""
+    shown = graphs.dynamo if tier == "dynamo" else graphs.aot
+    texts = [Rendering(graph).text() for graph in shown]
+    return "\n--- graph break ---\n".join(texts) + "\n" + summary(graphs)
+
+
+def summary(graphs: Graphs) -> str:
+    """`launches 1  copies 0  host reads 0`; what could not be counted is unknown, never 0."""
+    known = {
+        "launches": None if graphs.launches is None else sum(graphs.launches.values()),
+        "copies": None if graphs.copies is None else len(graphs.copies),
+        "host reads": None if graphs.host_reads is None else len(graphs.host_reads),
+    }
+    line = "  ".join(f"{name} {'unknown' if value is None else value}" for name, value in known.items())
+    if graphs.graph_breaks:
+        line += f"  graph breaks {len(graphs.graph_breaks)}"
+    return line
+
+
+class Rendering:
+    """Writes one graph: names for its values, letters for its sizes."""
+
+    def __init__(self, graph: fx.GraphModule):
+        self.graph = graph.graph
+        self.names: dict[fx.Node, str] = {}
+        self.taken: dict[str, int] = {}
+        self.letters: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def text(self) -> str:
+        inputs = [self.input(node) for node in self.graph.find_nodes(op="placeholder")]
+        lines = [wrap("in   ", [text for text in inputs if text])]
+        for node in self.graph.nodes:
+            if node.op not in ("placeholder", "output") and (line := self.statement(node)):
+                lines.append(line)
+        (output,) = self.graph.find_nodes(op="output")
+        results = output.args[0] if isinstance(output.args[0], list | tuple) else [output.args[0]]
+        return "\n".join([*lines, wrap("out  ", [self.value(item) for item in results])])
+
+    def input(self, node: fx.Node) -> str:
+        value = counts.value_of(node)
+        if not isinstance(value, Tensor):
+            return ""  # a size: its letter stands where it is used
+        self.names[node] = self.fresh(clean(str(node.meta.get("compiled_kv_name", node.target))))
+        return f"{self.names[node]} {self.type(value)}"
+
+    def statement(self, node: fx.Node) -> str:
+        if self.is_inline(node):
+            return ""
+        if node.target is counts.aten.copy_.default:  # the value from here on is what was written into
+            self.names[node] = self.value(node.args[0])
+            return f"aten.copy_({self.names[node]}, {self.value(node.args[1])})"
+        if launch := counts.launch_of(node):
+            return self.launch(node, launch)
+        if node.op == "get_attr":
+            self.names[node] = self.fresh(clean(str(node.target)))
+            return f"{self.names[node]} = constant   {self.type(counts.value_of(node))}"
+        name = counts.operator_name(node)
+        given = [self.value(item) for item in node.args]
+        given += [f"{key}={self.value(item)}" for key, item in node.kwargs.items() if key not in _NOISE]
+        call = f"{given[0]}[{given[1]}]" if node.target is operator.getitem else f"{name}({', '.join(given)})"
+        value = counts.value_of(node)
+        if value is None or not (node.users or isinstance(value, Tensor)):
+            return call
+        self.names[node] = self.fresh("item" if node.target is operator.getitem else name.rpartition(".")[2].strip("_"))
+        return f"{self.names[node]} = {call}   {self.type(value)}"
+
+    def launch(self, node: fx.Node, launch: counts.Launch) -> str:
+        self.names[node] = self.fresh(launch.kernel.strip("_").removesuffix("_kernel"))
+        arguments = [f"{name.removesuffix('_ptr')}={self.value(item)}" for name, item in launch.arguments.items()]
+        grid = ", ".join(self.value(size) for size in launch.grid)
+        writes = ", ".join(name.removesuffix("_ptr") for name in launch.writes)
+        return f"{self.names[node]} = launch {launch.kernel}[{grid}]   writes {writes}\n{wrap('     ', arguments)}"
+
+    def is_inline(self, node: fx.Node) -> bool:
+        """Whether a node is written where it is used (sizes, items of a result, fresh buffers) or checks something."""
+        if counts.host_read_of(node):
+            return False
+        if node.target is operator.getitem and _is_tuple(node.args[0]):
+            return True
+        name = counts.operator_name(node)
+        if name.startswith(("aten._assert", "aten.sym_constrain", "_check")):
+            return True
+        fresh = _FRESH.fullmatch(name) or isinstance(counts.value_of(node), _SIZES)
+        return bool(fresh) or self.same_as(node) is not node
+
+    def same_as(self, node: fx.Node) -> Any:
+        """What a node merely passes on: the source of a functional copy, what is sliced whole, a scalar."""
+        aten = counts.aten
+        if node.target is aten.copy.default and _alike(*node.args[:2]):
+            return node.args[1]
+        if node.target is aten.slice.Tensor and _alike(node, node.args[0]):
+            return node.args[0]
+        if node.target is aten.alias.default:
+            return node.args[0]
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0]
+        if node.target is aten.full.default and node.args[0] == []:
+            return node.args[1]
+        return node
+
+    def value(self, item: Any) -> str:
+        while isinstance(item, fx.Node) and (source := self.same_as(item)) is not item:
+            item = source
+        if isinstance(item, fx.Node):
+            return self.node(item)
+        if isinstance(item, list | tuple):
+            return f"[{', '.join(map(self.value, item))}]"
+        if isinstance(item, dict):
+            return "{" + ", ".join(f"{key}: {self.value(value)}" for key, value in item.items()) + "}"
+        if isinstance(item, slice):
+            ends = ("" if end is None else self.value(end) for end in (item.start, item.stop, item.step))
+            return ":".join(ends).removesuffix(":") or ":"
+        if isinstance(item, torch.dtype):
+            return dtype_name(item)
+        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self.expression(item.node.expr)
+        if item == sys.maxsize and isinstance(item, int):
+            return "end"
+        return str(item) if not isinstance(item, str) else repr(item)
+
+    def node(self, node: fx.Node) -> str:
+        if node in self.names:
+            return self.names[node]
+        value = counts.value_of(node)
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            source = node.args[0]
+            key = node.args[1]
+            if counts.launch_of(source):
+                return f"{self.value(source)}.{str(key).removesuffix('_ptr')}"
+            if not isinstance(value, int | torch.SymInt):
+                return f"{self.value(source)}[{key}]"
+        if isinstance(value, Tensor):
+            return f"new {self.type(value)}"
+        return self.value(value)
+
+    def type(self, value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"({', '.join(map(self.type, value))})"
+        if not isinstance(value, Tensor):
+            return "size" if isinstance(value, torch.SymInt) else type(value).__name__
+        return f"{dtype_name(value.dtype)}[{', '.join(self.value(size) for size in value.shape)}]"
+
+    def expression(self, expression: sympy.Expr) -> str:
+        for symbol in sorted(expression.free_symbols, key=str):
+            if symbol not in self.letters:
+                self.letters[symbol] = sympy.Symbol(f"s{len(self.letters)}", integer=True)
+        return str(expression.xreplace(self.letters))
+
+    def fresh(self, name: str) -> str:
+        self.taken[name] = self.taken.get(name, 0) + 1
+        return name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
+
+
+def clean(name: str) -> str:
+    """`L_buffers_page_table_` -> `buffers_page_table`."""
+    name = re.sub(r"^[Ll]_", "", name).strip("_")
+    return re.sub(r"_(modules|parameters|buffers)__?", ".", name).replace("self.", "").strip("._") or "value"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """i64, f32, bf16, b8, u8, f8e4m3fn."""
+    plain = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(dtype) or re.sub(r"^(int|uint|float|complex)", lambda m: m[1][0], plain).replace("_", "")
+
+
+def wrap(head: str, items: list[str]) -> str:
+    """`head` and its items on one line, or on several, indented, where one would be too long to read."""
+    lines, line = [], head
+    for index, item in enumerate(items):
+        piece = item + ("" if index == len(items) - 1 else ", ")
+        if len(line) + len(piece) > _WIDTH and line.strip():
+            lines.append(line.rstrip())
+            line = "     "
+        line += piece
+    return "\n".join([*lines, line.rstrip()])
+
+
+def _is_tuple(node: Any) -> bool:
+    return isinstance(node, fx.Node) and not isinstance(counts.value_of(node), Tensor)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    a, b = counts.value_of(one), counts.value_of(other)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape

@@ -1,0 +1,124 @@
+"""A device to trace for, whether or not this machine has one.
+
+Target.parse("cuda:sm_90")  -> fake tensors on cuda:0, kernels analysed for compute capability 9.0
+Target.parse("hip:gfx942")  -> the same for an AMD device (torch calls that device cuda as well)
+Target.parse("cpu")         -> fake tensors on the CPU
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SM = re.compile(r"sm_(\d+)[a-z]?")
+_GFX = re.compile(r"gfx[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device type for tensors, and the architecture that Triton analyses kernels for (None: whatever is there)."""
+
+    name: str
+    device: torch.device
+    arch: int | str | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Target:
+        """Read `cpu`, `cuda`, `cuda:sm_90` or `hip:gfx942`.
+
+        Raises:
+            ValueError: the name is none of those.
+        """
+        backend, _, arch = name.partition(":")
+        if name == "cpu":
+            return cls(name, torch.device("cpu"))
+        if name == "cuda":
+            return cls(name, torch.device("cuda", 0))
+        if backend == "cuda" and (match := _SM.fullmatch(arch)):
+            return cls(name, torch.device("cuda", 0), int(match[1]))
+        if backend == "hip" and _GFX.fullmatch(arch):
+            return cls(name, torch.device("cuda", 0), arch)
+        raise ValueError(f"target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got {name!r}")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make torch and Triton take this target for present; everything is as before afterwards."""
+        with ExitStack() as stack:
+            if not self.is_cpu:
+                stack.enter_context(_cuda_guard())
+                stack.enter_context(_triton_driver(self.arch))
+            yield
+
+
+class _TargetDriver:
+    """Answers the one question that Triton asks when it lowers a kernel to its IR."""
+
+    def __init__(self, arch: int | str):
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        if isinstance(self.arch, int):
+            return GPUTarget("cuda", self.arch, 32)
+        return GPUTarget("hip", self.arch, 64 if self.arch.startswith("gfx9") else 32)
+
+
+@contextmanager
+def _triton_driver(arch: int | str | None) -> Iterator[None]:
+    """Without a driver the analysis of what a kernel writes fails, and torch assumes that it writes every argument."""
+    try:
+        from triton.runtime import driver
+    except ImportError:
+        yield
+        return
+    if arch is None:
+        if torch.cuda.is_available():
+            yield
+            return
+        arch = 90
+    before = driver._active
+    driver._active = _TargetDriver(arch)
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+_CUDA, _META = 1, 14  # c10::DeviceType
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+@contextmanager
+def _cuda_guard() -> Iterator[None]:
+    """In a CPU-only build nothing answers for CUDA when Python indexes a fake tensor: lend it the meta device's guard.
+
+    CUDA builds install such a guard by themselves under FakeTensorMode.
+    """
+    if torch.version.cuda or torch.version.hip:
+        yield
+        return
+    guards = _guard_registry()
+    before = guards[_CUDA]
+    guards[_CUDA] = guards[_META]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before
+
+
+def _guard_registry() -> Any:
+    for library in Path(torch.__file__).parent.joinpath("lib").glob("libc10.*"):
+        return (ctypes.c_void_p * (_META + 1)).in_dll(ctypes.CDLL(str(library)), _REGISTRY)
+    raise RuntimeError("tracing for cuda in a CPU-only build of torch needs its libc10, which was not found")

@@ -1,0 +1,140 @@
+"""The graphs of any callable, on a real device or for CUDA without one.
+
+    graphs = capture(decode_step, ids, block_table, seq_lens, target="cuda:sm_90")
+    graphs.dynamo       one GraphModule: operators as the caller wrote them (more than one: the step broke)
+    graphs.aot          the same after functionalization, kernel launches visible
+    graphs.launches     {"_decode_metadata_kernel": 1}
+    print(graphs)       both tiers as text
+
+Nothing runs: every tensor is a fake one. The caller's tensors, modules and objects stay as they were.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_kv import counts
+from compiled_kv.fakes import Fakes, host
+from compiled_kv.recording import EagerRead, GraphBreak, Recorder, compiler, graph_breaks, recording_mode
+from compiled_kv.targets import Target
+
+__all__ = ["Graphs", "capture", "host"]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Graphs of one callable at two tiers, and what they hold; a count is None where there was nothing to count in."""
+
+    target: str
+    dynamic: bool | None
+    dynamo: tuple[fx.GraphModule, ...]
+    aot: tuple[fx.GraphModule, ...]
+    settled: tuple[fx.GraphModule, ...]
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    eager_reads: tuple[EagerRead, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    stopped: BaseException | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one graph, seen at both tiers, holds the whole callable."""
+        return len(self.dynamo) == len(self.aot) == 1 and not (self.graph_breaks or self.stopped or self.fallbacks)
+
+    @property
+    def launches(self) -> dict[str, int] | None:
+        """Triton launches by kernel name."""
+        return dict(Counter(launch.kernel for launch in counts.launches(self.aot))) if self._lowered else None
+
+    @property
+    def copies(self) -> list[counts.Copy] | None:
+        """Copies left after Inductor reused what it could."""
+        return counts.copies(self.settled) if len(self.settled) == len(self.dynamo) > 0 else None
+
+    @property
+    def copied_bytes(self) -> int | None:
+        """Bytes of those copies; None where they, or a size among them, are unknown."""
+        sizes = None if self.copies is None else [copy.bytes for copy in self.copies]
+        return None if sizes is None or None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def host_reads(self) -> list[counts.HostRead | EagerRead] | None:
+        """What makes the host wait for the device, inside the graphs and between them."""
+        return [*counts.host_reads(self.aot), *self.eager_reads] if self._lowered else None
+
+    @property
+    def _lowered(self) -> bool:
+        return len(self.aot) == len(self.dynamo) > 0
+
+    def __str__(self) -> str:
+        from compiled_kv.rendering import render
+
+        return "\n\n".join(f"{tier}\n{render(self, tier)}" for tier in ("dynamo", "aot"))
+
+
+def capture(
+    fn: Callable[..., Any], *args: Any, target: str | None = None, dynamic: bool | None = False, **kwargs: Any
+) -> Graphs:
+    """Trace `fn(*args, **kwargs)` as torch.compile would, without running it.
+
+    Args:
+        fn: any callable: a function, a bound method, a module.
+        args, kwargs: its arguments; tensors in nested tuples, dicts, dataclasses, caches and modules are re-created on
+            the target. What truly lives on the CPU is wrapped in `host(tensor)`.
+        target: "cuda:sm_90", "hip:gfx942", "cuda" or "cpu"; None keeps every tensor on its own device.
+        dynamic: as in torch.compile: False for the sizes given, True for any sizes, None for what a first call does.
+
+    Raises:
+        ValueError: the target is unknown.
+        TypeError: an argument cannot be re-created on the target.
+        Exception: what `fn` itself raises.
+    """
+    graphs = trace(fn, args, kwargs, target=target, dynamic=dynamic)
+    if graphs.stopped:
+        raise graphs.stopped
+    return graphs
+
+
+def trace(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, target: str | None, dynamic: bool | None,
+    fullgraph: bool = False, settings: Mapping[str, Any] | None = None,
+) -> Graphs:  # fmt: skip
+    """`capture` with torch.compile's `fullgraph` and dynamo's settings; an error of `fn` ends up in `stopped`."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise RuntimeError("capture cannot trace interpreted kernels: use a process where TRITON_INTERPRET is not set")
+    where = Target.parse(target) if target else None
+    recorder, reads = Recorder(fn), list[EagerRead]()
+    mode = recording_mode(reads)
+    fakes = Fakes(mode, where.device if where else None)
+    args, kwargs = fakes.arguments(tuple(args)), fakes.arguments(dict(kwargs))
+    step = fakes.callable(fn)
+    seen = where or _target_of(fakes)
+    stopped = None
+    with compiler(settings or {}), seen.active(), recorder.listening(), mode, torch.no_grad():
+        try:
+            torch.compile(step, backend=recorder.backend, dynamic=dynamic, fullgraph=fullgraph)(*args, **kwargs)
+        except Exception as error:
+            stopped = error
+        breaks = graph_breaks()
+    return Graphs(
+        target=seen.name,
+        dynamic=dynamic,
+        dynamo=tuple(recorder.dynamo),
+        aot=tuple(recorder.aot),
+        settled=tuple(recorder.settled),
+        graph_breaks=tuple(breaks),
+        eager_reads=tuple(reads),
+        fallbacks=tuple(dict.fromkeys(recorder.fallbacks)),
+        stopped=stopped or recorder.failure,
+    )
+
+
+def _target_of(fakes: Fakes) -> Target:
+    kinds = {tensor.device.type for tensor in fakes.tensors()}
+    return Target.parse("cuda" if "cuda" in kinds else "cpu")
