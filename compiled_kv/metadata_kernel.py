@@ -85,7 +85,7 @@ def decode_metadata_kernel(
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) - 1
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     active = active_rows(num_reqs_ptr, batch_size)
     if row < 0:
         if part == 0:

@@ -41,7 +41,7 @@ def _page_table_kernel(
     width, cap, PAGE_SIZE: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, 0)
     length = clamped_length(load_at(kv_lens_ptr, row, len_stride, True, 0), 0, cap)
     start = tl.zeros([], tl.int64)

@@ -155,8 +155,6 @@ def prefix_sums(
     total_k = tl.zeros([], tl.int64)
     total_q = tl.zeros([], tl.int64)
     bits = tl.zeros([SCAN], tl.int32)
-    tl.store(cu_q_ptr, 0)
-    tl.store(cu_k_ptr, 0)
     for begin in range(0, batch_size, SCAN):
         row = begin + tl.arange(0, SCAN)
         in_batch = row < batch_size
@@ -183,4 +181,7 @@ def prefix_sums(
         tl.store(cu_q_ptr + row + 1, tl.minimum(ends_q, INT32_MAX).to(tl.int32), mask=in_batch)
         tl.store(cu_k_ptr + row + 1, tl.minimum(ends_k, INT32_MAX).to(tl.int32), mask=in_batch)
         bits |= tl.where(in_batch & ((ends_q > INT32_MAX) | (ends_k > INT32_MAX)), SUM_OVERFLOW, 0)
+    # Last: before the scan, the predicate of these stores would be kept, and spilled, all through it.
+    tl.store(cu_q_ptr, 0)
+    tl.store(cu_k_ptr, 0)
     return total_q, bits

@@ -44,7 +44,7 @@ def _swa_page_table_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, 0)
     length = clamped_length(load_at(cache_seqlens_ptr, row, len_stride, True, 0), 0, cap)
     queries = tl.zeros([], tl.int64) + q_len
