@@ -71,9 +71,7 @@ def test_programs_print_what_the_page_shows(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    targets = [
-        link for link in LINK.findall(page.read_text()) if not link.startswith(("http://", "https://"))
-    ]
+    targets = [link for link in LINK.findall(page.read_text()) if not link.startswith(("http://", "https://"))]
     assert [link for link in targets if not (page.parent / link).exists()] == []
 
 

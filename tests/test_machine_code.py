@@ -3,106 +3,190 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+
+from compiled_kv import codegen
+from compiled_kv.launch import kernel as compiled
+from compiled_kv.launch import tl
 
 pytest.importorskip("triton")
-
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-from compiled_kv import codegen  # noqa: E402
-
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels have no machine code", allow_module_level=True)
 
-# Types by parameter name. A kernel with a parameter that no table names fails `test_every_parameter_is_known`.
-INPUTS = {"req_to_token_ptr", "req_pool_indices_ptr", "kv_lens_ptr"}
-OPTIONAL_INPUTS = {"kv_start_ptr"}
-OUTPUTS = {"page_table_ptr": "*i32"}
-INTS = {
-    "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "start_stride",
-    "page_row_stride", "width", "cap",
+# What a parameter's name says of its type. A parameter that no table knows fails `test_every_parameter_is_known`.
+INPUTS = {  # int32 or int64
+    "req_to_token_ptr", "pool_ptr", "req_pool_indices_ptr", "seq_lens_ptr", "kv_lens_ptr", "kv_start_ptr",
+    "q_lens_ptr", "positions_ptr", "cu_seqlens_q_ptr", "num_reqs_ptr", "slots_ptr", "map_ptr",
 }  # fmt: skip
+OUTPUTS = {
+    "page_table_ptr": "*i32",
+    "swa_page_table_ptr": "*i32",
+    "cache_seqlens_ptr": "*i32",
+    "cu_q_ptr": "*i32",
+    "cu_k_ptr": "*i32",
+    "status_ptr": "*i32",
+    "slot_mapping_ptr": "*i64",
+    "swa_slot_mapping_ptr": "*i64",
+    "out_ptr": "*i64",
+}
+INTS = {
+    "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "seq_stride", "q_stride",
+    "start_stride", "position_stride", "cu_stride", "slots_stride", "map_stride", "map_size", "page_row_stride",
+    "swa_row_stride", "batch_size", "num_slots", "num_tokens", "width", "delta", "q_len", "cap", "pad_seqlen", "window",
+}  # fmt: skip
+# The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
     "PAGE_SIZE": (64, 1, 48),
-    "BLOCK": (512,),
+    "PAGED": (True, False),
+    "PAGE_MAP": (False, True),
+    "WINDOWED": (True, False),
     "CLEAR": (True, False),
     "DEBUG": (False, True),
+    "BLOCK": (512,),
+    "TOKENS": (128,),
+    "SCAN": (1024,),
 }
+# Pointers that may be None, and those that are None together.
+OPTIONAL = [
+    {"kv_start_ptr"},
+    {"q_lens_ptr"},
+    {"cu_seqlens_q_ptr"},
+    {"num_reqs_ptr"},
+    {"slots_ptr"},
+    {"status_ptr"},
+    {"map_ptr", "swa_page_table_ptr", "swa_slot_mapping_ptr"},
+    {"slot_mapping_ptr", "swa_slot_mapping_ptr", "slots_ptr"},
+]
+# Names that one kernel uses in its own way.
+READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
+NEEDED_BY = {"_translate_slots_kernel": {"slots_ptr"}}
+KNOWN = INPUTS | set(OUTPUTS) | INTS | set(CONSTANTS)
 
 
-class Specialisation(NamedTuple):
-    """One way to compile a kernel: a readable name, the runtime types, the compile-time values."""
+class Case(NamedTuple):
+    """One way to compile a kernel: the types of its runtime parameters, the values of the others."""
 
-    label: str
+    kernel: Any
     types: dict[str, str]
     constants: dict[str, object]
 
 
-KERNELS = codegen.kernels()
-
-
-def specialisations(kernel: Any) -> Iterator[Specialisation]:
-    """Both integer widths, then everything optional present, then each switch away from its first value."""
+def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants: object) -> Case:
+    """`kernel` with all of its integers `width` wide, and None for the pointers in `absent`."""
     names = kernel.arg_names
-    optional = [name for name in names if name in OPTIONAL_INPUTS]
-    values = {name: CONSTANTS[name] for name in names if name in CONSTANTS}
-    first: dict[str, object] = {name: choices[0] for name, choices in values.items()}
-    yield specialise("int32", names, "i32", first, absent=optional)
-    yield specialise("int64", names, "i64", first, absent=optional)
-    if optional:
-        yield specialise("optional", names, "i64", first)
-    for name, choices in values.items():
-        for value in choices[1:]:
-            yield specialise(f"{name}={value}", names, "i32", {**first, name: value})
-
-
-def specialise(
-    label: str, names: list[str], width: str, constants: dict[str, object], absent: list[str] | None = None
-) -> Specialisation:
-    types = {name: f"*{width}" for name in names if name in INPUTS | OPTIONAL_INPUTS}
-    types |= {name: OUTPUTS[name] for name in names if name in OUTPUTS}
+    types = {name: OUTPUTS[name] for name in names if name in OUTPUTS}
+    types |= {name: f"*{width}" for name in names if name in INPUTS | READ_BY.get(kernel.__name__, set())}
     types |= {name: width for name in names if name in INTS}
-    for name in absent or []:
-        del types[name]
-        constants = {**constants, name: None}
-    return Specialisation(label, types, constants)
+    common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS}
+    nones = dict.fromkeys(absent)
+    return Case(kernel, {k: v for k, v in types.items() if k not in nones}, {**common, **constants, **nones})
 
 
-CASES = [
-    pytest.param(kernel, case, id=f"{name.strip('_')}-{case.label}")
+def cases_of(kernel: Any) -> Iterator[tuple[str, Case]]:
+    """Everything present in both widths, then without each optional pointer, then each constant's other values."""
+    yield "int32", specialise(kernel, "i32")
+    yield "int64", specialise(kernel, "i64")
+    optional = set(kernel.arg_names) - NEEDED_BY.get(kernel.__name__, set())
+    groups = [group for group in OPTIONAL if group <= optional]
+    for group in groups:
+        yield f"without-{min(group).removesuffix('_ptr')}", specialise(kernel, "i32", group)
+    if len(groups) > 1:
+        yield "bare", specialise(kernel, "i64", set().union(*groups))
+    for name in set(CONSTANTS) & set(kernel.arg_names):
+        for value in CONSTANTS[name][1:]:
+            yield f"{name}={value}", specialise(kernel, "i32", **{name: value})
+
+
+KERNELS = codegen.kernels()
+CASES = {
+    f"{name.strip('_').removesuffix('_kernel')}-{label}": case
     for name, kernel in KERNELS.items()
-    if all(p in INPUTS | OPTIONAL_INPUTS | set(OUTPUTS) | INTS | set(CONSTANTS) for p in kernel.arg_names)
-    for case in specialisations(kernel)
-]
+    if KNOWN.issuperset(kernel.arg_names)
+    for label, case in cases_of(kernel)
+}
+every_case = pytest.mark.parametrize("name", sorted(CASES))
+
+
+def build(name: str, target: str) -> codegen.MachineCode:
+    case = CASES[name]
+    return codegen.build(case.kernel, case.types, case.constants, target=target)
+
+
+def test_every_operator_has_its_kernel():
+    operators = {"decode_metadata", "page_table", "swa_page_table", "slot_mapping", "translate_slots", "seqlens"}
+    assert operators <= {name.strip("_").removesuffix("_kernel") for name in KERNELS}
 
 
 def test_every_parameter_is_known():
-    known = INPUTS | OPTIONAL_INPUTS | set(OUTPUTS) | INTS | set(CONSTANTS)
-    unknown = {name: [p for p in kernel.arg_names if p not in known] for name, kernel in KERNELS.items()}
-    assert KERNELS
-    assert {name: missing for name, missing in unknown.items() if missing} == {}
+    unknown = {name: sorted(set(kernel.arg_names) - KNOWN) for name, kernel in KERNELS.items()}
+    assert {name: parameters for name, parameters in unknown.items() if parameters} == {}
 
 
 @pytest.mark.parametrize("target", codegen.TARGETS)
-@pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_kernel_builds_for_every_target(kernel, case, target):
-    code = codegen.build(kernel, case.types, case.constants, target=target)
-    assert code.binary.startswith(b"\x7fELF")
+@every_case
+def test_kernel_builds(name, target):
+    assert build(name, target).binary.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_kernel_spills_nothing_on_sm_90(kernel, case):
-    used = codegen.resources(codegen.build(kernel, case.types, case.constants, target="sm_90"))
-    assert 0 < used.registers <= 128
+@every_case
+def test_kernel_spills_nothing_on_sm_90(name):
+    used = codegen.resources(build(name, "sm_90"))
+    assert used.registers > 0
     assert (used.stack, used.local) == (0, 0)
 
 
-@pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_addresses_are_64_bits_wide_from_the_first_product_on(kernel, case):
-    code = codegen.build(kernel, case.types, case.constants, target="sm_90")
-    assert codegen.narrow_products(code.ttir) == []
+@every_case
+def test_addresses_are_64_bits_wide_from_the_first_product_on(name):
+    assert codegen.narrow_products(build(name, "sm_90").ttir) == []
+
+
+@compiled
+def _wide(table_ptr, rows_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
+    row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        value = tl.load(table_ptr + row * stride + column, mask=column < width, other=0)
+        tl.store(out_ptr + column, value * stride, mask=column < width)
+
+
+@compiled
+def _narrow(table_ptr, rows_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
+    row = tl.load(rows_ptr + tl.program_id(0))
+    offset = row * stride
+    for begin in range(tl.program_id(1) * BLOCK, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        if width > 7:
+            offset += 1
+        value = tl.load(table_ptr + offset.to(tl.int64) + column, mask=column < width, other=0)
+        tl.store(out_ptr + column, value * stride, mask=column < width)
+
+
+@compiled
+def _spilling(table_ptr, out_ptr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    value = tl.load(table_ptr + lane)
+    tl.store(out_ptr + lane, value * tl.sum(value, 0))
+
+
+TOY = {"table_ptr": "*i32", "rows_ptr": "*i32", "out_ptr": "*i32", "stride": "i32", "width": "i32"}
+
+
+@pytest.mark.parametrize(("kernel", "products"), [(_wide, 0), (_narrow, 2)], ids=["wide", "narrow"])
+def test_narrow_products_are_found_through_loops_and_branches(kernel, products):
+    code = codegen.build(kernel, TOY, {"BLOCK": 128}, target="sm_90")
+    assert len(codegen.narrow_products(code.ttir)) == products
+
+
+def test_spills_are_seen():
+    toy = {name: TOY[name] for name in ("table_ptr", "out_ptr")}
+    used = codegen.resources(codegen.build(_spilling, toy, {"BLOCK": 8192}, target="sm_90", num_warps=1))
+    assert used.stack + used.local > 0
+
+
+def test_resources_refuse_what_cuobjdump_cannot_read():
+    code = codegen.build(_wide, TOY, {"BLOCK": 128}, target="gfx942")
+    with pytest.raises(ValueError, match="code must be built for an NVIDIA target, got gfx942"):
+        codegen.resources(code)
