@@ -37,6 +37,14 @@ class Sizes:
 
     def check(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
         """Require `tensor` to have one of `dtypes`, these dimensions, and the device of those before it."""
+        self._check_kind(name, tensor, dtypes)
+        fits = tensor.ndim == len(dims)
+        for dim, size in zip(dims, tensor.shape):
+            fits = fits and self.named.setdefault(dim, size) == size
+        if not fits:
+            self._raise_shape(name, tensor, dims)
+
+    def _check_kind(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dtype not in dtypes:
@@ -45,11 +53,6 @@ class Sizes:
             self.device, self.device_of = tensor.device, name
         elif tensor.device != self.device:
             raise ValueError(f"{name} must be on {self.device}, as {self.device_of} is, got {tensor.device}")
-        fits = tensor.ndim == len(dims)
-        for dim, size in zip(dims, tensor.shape):
-            fits = fits and self.named.setdefault(dim, size) == size
-        if not fits:
-            self._raise_shape(name, tensor, dims)
 
     def check_output(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
         """`check`, and a unit column stride and rows that do not overlap."""
@@ -61,8 +64,8 @@ class Sizes:
 
     def check_scalar(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = INTS) -> None:
         """Require a 0-d or one-element tensor, which a kernel reads on the device."""
-        self.check(name, tensor, dtypes, *("1" for _ in range(min(tensor.ndim, 1)) if isinstance(tensor, Tensor)))
-        if tensor.ndim == 1 and tensor.shape[0] != 1:
+        self._check_kind(name, tensor, dtypes)
+        if tensor.ndim > 1 or tensor.numel() != 1:
             raise ValueError(f"{name} must be 0-d or [1], got {list(tensor.shape)}")
 
     def _raise_shape(self, name: str, tensor: Tensor, dims: Sequence[str]) -> None:
@@ -87,6 +90,14 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> Non
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_tuple(name: str, value: Any, fields: Sequence[str]) -> None:
+    """Require a tuple of as many entries as there are `fields`."""
+    if not isinstance(value, tuple):
+        raise TypeError(f"{name} must be ({', '.join(fields)}), got {type(value).__name__}")
+    if len(value) != len(fields):
+        raise ValueError(f"{name} must be ({', '.join(fields)}), got {len(value)} entries")
 
 
 def check_width(name: str, width: int, least: int, unit: str) -> None:

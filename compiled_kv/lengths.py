@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int, check_tuple
 from compiled_kv.launch import SCAN, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.rows_triton import active_rows, prefix_sums, report
 from compiled_kv.status import DEBUG
 
 Seqlens = tuple[Tensor, Tensor, Tensor]
+FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 UNBOUNDED = 2**31 - 1
 
 
@@ -108,7 +109,7 @@ def _seqlens_out(
 
 
 def _named(out: Seqlens) -> dict[str, Tensor]:
-    return dict(zip(("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k"), out))
+    return dict(zip(FIELDS, out))
 
 
 def seqlens(
@@ -158,8 +159,7 @@ def check_queries(sizes: Sizes, q_len: int | Tensor) -> tuple[Tensor | None, int
 
 
 def check_seqlens_output(sizes: Sizes, out: Seqlens) -> None:
-    if not isinstance(out, tuple) or len(out) != 3:
-        raise TypeError(f"out must be (cache_seqlens, cu_seqlens_q, cu_seqlens_k), got {type(out).__name__}")
+    check_tuple("out", out, FIELDS)
     sizes.named["B+1"] = sizes.named["B"] + 1
     for (name, tensor), dim in zip(_named(out).items(), ("B", "B+1", "B+1")):
         sizes.check_output(name, tensor, INT32, dim)

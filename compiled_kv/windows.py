@@ -24,6 +24,7 @@ from compiled_kv.checks import (
     check_pool,
     check_table_output,
     check_tail,
+    check_tuple,
 )
 from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, tl
 from compiled_kv.layout import KVLayout
@@ -180,8 +181,7 @@ def swa_page_table(
         return torch.ops.compiled_kv.swa_page_table(
             *inputs, layout.page_size, layout.max_seqlen_k, layout.max_num_pages, fixed_q_len, layout.window
         )
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"out must be (page_table, swa_page_table), got {type(out).__name__}")
+    check_tuple("out", out, ("page_table", "swa_page_table"))
     named = dict(zip(("page_table", "swa_page_table"), out))
     for name, table in named.items():
         check_table_output(sizes, name, table, layout)
