@@ -1,0 +1,48 @@
+"""How many examples hypothesis draws, and one option: `--operator NAME` runs the tests of that operator alone."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("tests.harness")
+
+# Derandomized: a failure is everyone's failure, and the same run twice is the same run.
+settings.register_profile(
+    "tables",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+settings.load_profile("tables")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+EXAMPLES = int(os.environ.get("COMPILED_KV_EXAMPLES", "200")) if INTERPRETED else 2000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--operator", help="run only the tests parametrized with this operator")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--operator")
+    if wanted:
+        items[:] = [item for item in items if _operator(item) == wanted]
+
+
+def _operator(item: pytest.Item) -> object:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("operator")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    torch._dynamo.reset()

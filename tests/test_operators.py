@@ -1,0 +1,90 @@
+"""Every operator equals the oracle exactly: eagerly, compiled, over named cases and over drawn calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import compiled_kv as ckv
+from tests import strategies
+from tests.cases import ALL_CASES, CASES, DEVICES, FORMS, LAYOUT, SMALL_CASES
+from tests.conftest import EXAMPLES, INTERPRETED
+from tests.harness import OPERATORS, Batch, Form, check
+
+COMPILED_EXAMPLES = 2000
+SMALL = 2  # a graph may be specialized on sizes 0 and 1
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
+devices = pytest.mark.parametrize("device", DEVICES)
+operators = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def forms_of(operator: str) -> list[Form]:
+    return [form for form in FORMS if form.operator == operator]
+
+
+@devices
+@operators
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_named_batch(operator: str, case: str, device: str) -> None:
+    for form in forms_of(operator):
+        check(form, ALL_CASES[case], device)
+
+
+@devices
+@operators
+@pytest.mark.parametrize("in_place", [False, True], ids=["functional", "in-place"])
+def test_any_call(operator: str, in_place: bool, device: str) -> None:
+    @settings(max_examples=EXAMPLES)
+    @given(strategies.calls(operator, in_place))
+    def equals_the_oracle(call: tuple[Form, Batch]) -> None:
+        check(*call, device)
+
+    equals_the_oracle()
+
+
+def compiled(form: Form) -> Callable[..., Any]:
+    return torch.compile(getattr(ckv, form.operator), fullgraph=True, dynamic=True)
+
+
+def examples_of(form: Form) -> int:
+    """The share of this form in the examples of its operator, functional and in place each."""
+    return -(-COMPILED_EXAMPLES // sum(other.in_place == form.in_place for other in forms_of(form.operator)))
+
+
+@compiles
+@devices
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_any_call_compiled(form: Form, device: str) -> None:
+    """One dynamic graph for sizes from two upwards; what else varies, varies at run time."""
+    call = compiled(form)
+
+    @settings(max_examples=examples_of(form))
+    @given(strategies.batches(LAYOUT, SMALL))
+    def equals_the_oracle(batch: Batch) -> None:
+        check(form, batch, device, call)
+
+    with torch._dynamo.config.patch(recompile_limit=4):
+        check(form, CASES["distinct-sizes"], device, call)
+        equals_the_oracle()
+        for batch in filter(served, CASES.values()):
+            check(form, batch, device, call)
+
+
+def served(batch: Batch) -> bool:
+    return batch.layout == LAYOUT and min(batch.q_len, batch.delta, batch.num_tokens, batch.pad_seqlen) >= SMALL
+
+
+@compiles
+@devices
+@operators
+def test_small_sizes_compiled(operator: str, device: str) -> None:
+    """A graph compiled for other sizes first, then met with none and one."""
+    form = forms_of(operator)[0]
+    call = compiled(form)
+    for batch in (CASES["plain"], SMALL_CASES["empty-batch-and-no-tokens"], SMALL_CASES["one-token"]):
+        check(form, batch, device, call)
