@@ -21,9 +21,7 @@ from torch import Tensor
 from compiled_kv.layout import KVLayout, ceil_div
 
 INT32_MAX = 2**31 - 1
-TOO_LONG, NEGATIVE_LENGTH, BAD_ROW, BAD_SLOT, UNMAPPED, SUM_OVERFLOW, TOO_MANY_TOKENS = (
-    1 << i for i in range(7)
-)
+TOO_LONG, NEGATIVE_LENGTH, BAD_ROW, BAD_SLOT, UNMAPPED, SUM_OVERFLOW, TOO_MANY_TOKENS = (1 << i for i in range(7))
 
 
 class Metadata(NamedTuple):
@@ -50,9 +48,7 @@ class Row(NamedTuple):
 class Step:
     """One call: its layout, its map, and the status bits seen so far."""
 
-    def __init__(
-        self, layout: KVLayout, full_to_swa: Tensor | None = None, page_map: Tensor | None = None
-    ) -> None:
+    def __init__(self, layout: KVLayout, full_to_swa: Tensor | None = None, page_map: Tensor | None = None) -> None:
         self.page_size, self.window, self.cap = layout.page_size, layout.window, layout.max_seqlen_k
         self.width = layout.max_num_pages
         self.tokens: Any = None if full_to_swa is None else full_to_swa.tolist()
@@ -121,9 +117,7 @@ class Step:
             return -1
         return swa_page
 
-    def table(
-        self, rows: list[Row], page: Callable[[Row, int], int], out: Tensor | None, tail: str
-    ) -> Tensor:
+    def table(self, rows: list[Row], page: Callable[[Row, int], int], out: Tensor | None, tail: str) -> Tensor:
         if out is None:
             out = torch.zeros(len(rows), self.width, dtype=torch.int32)
         table = out.tolist()

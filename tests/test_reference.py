@@ -97,13 +97,9 @@ SWA_TABLES = {
 
 
 @pytest.mark.parametrize("window, q_len, rows, lengths, expected", SWA_TABLES.values(), ids=SWA_TABLES)
-def test_swa_page_table(
-    window: int | None, q_len: Any, rows: list[int], lengths: list[int], expected: Any
-) -> None:
+def test_swa_page_table(window: int | None, q_len: Any, rows: list[int], lengths: list[int], expected: Any) -> None:
     layout = KVLayout(page_size=4, max_context_len=12, window=window)
-    full, swa = reference.swa_page_table(
-        POOL, ints(*rows), ints(*lengths), TOKEN_MAP, layout=layout, q_len=q_len
-    )
+    full, swa = reference.swa_page_table(POOL, ints(*rows), ints(*lengths), TOKEN_MAP, layout=layout, q_len=q_len)
     assert swa.tolist() == expected
     assert torch.equal(full, reference.page_table(POOL, ints(*rows), ints(*lengths), layout=layout))
 
@@ -175,9 +171,7 @@ SEQLENS = {
 
 
 @pytest.mark.parametrize("seq_lens, options, cache, cu_q, cu_k", SEQLENS.values(), ids=SEQLENS)
-def test_seqlens(
-    seq_lens: list[int], options: Any, cache: list[int], cu_q: list[int], cu_k: list[int]
-) -> None:
+def test_seqlens(seq_lens: list[int], options: Any, cache: list[int], cu_q: list[int], cu_k: list[int]) -> None:
     found = reference.seqlens(ints(*seq_lens), **options)
     assert [(t.dtype, t.tolist()) for t in found] == [(torch.int32, values) for values in (cache, cu_q, cu_k)]
 
@@ -194,9 +188,7 @@ def test_decode_metadata_with_every_kind_of_row() -> None:
         ints(6, 5, 3, 7),
         {"num_reqs": ints(3), "pad_seqlen": 2, "q_len": 2},
     )
-    found, status = reference.decode_metadata(
-        POOL, rows, seq_lens, layout=layout, full_to_swa=TOKEN_MAP, **rest
-    )
+    found, status = reference.decode_metadata(POOL, rows, seq_lens, layout=layout, full_to_swa=TOKEN_MAP, **rest)
     assert plain(found) == {
         "cache_seqlens": [6, 5, 2, 2],
         "cu_seqlens_q": [0, 2, 4, 6, 6],
@@ -255,13 +247,9 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("options, slots, expected, bits", GIVEN.values(), ids=GIVEN)
-def test_decode_metadata_takes_given_slots(
-    options: Any, slots: list[int], expected: list[int], bits: int
-) -> None:
+def test_decode_metadata_takes_given_slots(options: Any, slots: list[int], expected: list[int], bits: int) -> None:
     arguments = {"req_pool_indices": ints(1, 2), **options}
-    found, status = reference.decode_metadata(
-        POOL, seq_lens=ints(6, 5), layout=LAYOUT, slots=ints(*slots), **arguments
-    )
+    found, status = reference.decode_metadata(POOL, seq_lens=ints(6, 5), layout=LAYOUT, slots=ints(*slots), **arguments)
     assert found.slot_mapping is not None
     assert (found.slot_mapping.tolist(), status) == (expected, bits)
 
