@@ -31,7 +31,8 @@ class KVLayout:
         page_size: tokens a page, at least 1.
         max_context_len: committed tokens a request may reach.
         max_draft_tokens: tokens beyond that which a speculative step may add before they are accepted.
-        window: keys a sliding-window query sees, itself included (a query at p sees p-window+1 .. p); None for full attention.
+        window: keys a sliding-window query sees, itself included (a query at p sees p-window+1 .. p); None for full
+            attention.
     """
 
     page_size: int

@@ -66,7 +66,8 @@ def _launch(
         num_reqs_ptr=num_reqs, slot_mapping_ptr=out, pool_rows=pool.shape[0], pool_width=pool.shape[1],
         pool_row_stride=pool.stride(0), pool_stride=pool.stride(1), index_stride=req_pool_indices.stride(0),
         position_stride=positions.stride(0), cu_stride=0 if cu_seqlens_q is None else cu_seqlens_q.stride(0),
-        batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0], PAGED=page_size is not None, PAGE_SIZE=page_size or 1, TOKENS=TOKENS,
+        batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0],
+        PAGED=page_size is not None, PAGE_SIZE=page_size or 1, TOKENS=TOKENS,
     )  # fmt: skip
 
 
