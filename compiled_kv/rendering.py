@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import sympy  # type: ignore[import-untyped]
@@ -29,14 +30,24 @@ _DTYPES = {torch.bool: "b8", torch.bfloat16: "bf16"}
 _FRESH = re.compile(r"aten\.(new_)?empty(_like|_strided|_permuted)?")
 _NOISE = {"device", "layout", "pin_memory", "memory_format", "dtype", "requires_grad", "non_blocking", "_stacklevel"}
 _SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_TORCHS_OWN = ("aten", "prims", "prim", "higher_order")
 _WIDTH = 110
 
 
-def render(graphs: Graphs, tier: str) -> str:
-    """One tier ("dynamo" or "aot") of captured graphs, and the line of counts."""
+def render(graphs: Graphs, tier: str, detail: str = "full") -> str:
+    """One tier ("dynamo" or "aot") of captured graphs, and the line of counts.
+
+    `detail` is "full", "own" (kernel launches and operators that are not torch's own), or "counts" (how often each
+    operator occurs).
+    """
+    return body(graphs, tier, detail) + "\n" + summary(graphs)
+
+
+def body(graphs: Graphs, tier: str, detail: str = "full") -> str:
+    """`render` without the line of counts."""
     shown = graphs.dynamo if tier == "dynamo" else graphs.aot
-    texts = [Rendering(graph).text() for graph in shown]
-    return "\n--- graph break ---\n".join(texts) + "\n" + summary(graphs)
+    return "\n--- graph break ---\n".join(Rendering(graph).text(detail) for graph in shown)
 
 
 def summary(graphs: Graphs) -> str:
@@ -61,15 +72,27 @@ class Rendering:
         self.taken: dict[str, int] = {}
         self.letters: dict[sympy.Symbol, sympy.Symbol] = {}
 
-    def text(self) -> str:
+    def text(self, detail: str = "full") -> str:
+        """The graph in as much detail as `render` says."""
+        if detail == "counts":
+            return self.operators()
         inputs = [self.input(node) for node in self.graph.find_nodes(op="placeholder")]
         lines = [wrap("in   ", [text for text in inputs if text])]
         for node in self.graph.nodes:
             if node.op not in ("placeholder", "output") and (line := self.statement(node)):
-                lines.append(line)
+                if detail == "full" or is_own(node):
+                    lines.append(line)
+        if detail == "own":
+            return "\n".join(lines[1:])
         (output,) = self.graph.find_nodes(op="output")
         results = output.args[0] if isinstance(output.args[0], list | tuple) else [output.args[0]]
         return "\n".join([*lines, wrap("out  ", [self.value(item) for item in results])])
+
+    def operators(self) -> str:
+        """`aten.add 12  aten.clamp 4`, sorted by name."""
+        shown = (node for node in self.graph.nodes if node.op in ("call_function", "call_method"))
+        counted = Counter(counts.operator_name(node) for node in shown if not self.is_inline(node))
+        return wrap("", [f"{name} {count}" for name, count in sorted(counted.items())], "  ")
 
     def input(self, node: fx.Node) -> str:
         value = counts.value_of(node)
@@ -90,21 +113,33 @@ class Rendering:
             self.names[node] = self.fresh(clean(str(node.target)))
             return f"{self.names[node]} = constant   {self.type(counts.value_of(node))}"
         name = counts.operator_name(node)
-        given = [self.value(item) for item in node.args]
+        given = self.own_arguments(node) if is_own(node) else [self.value(item) for item in node.args]
         given += [f"{key}={self.value(item)}" for key, item in node.kwargs.items() if key not in _NOISE]
-        call = f"{given[0]}[{given[1]}]" if node.target is operator.getitem else f"{name}({', '.join(given)})"
         value = counts.value_of(node)
+        if node.target is operator.getitem:
+            self.names[node] = self.fresh("item")
+            return f"{self.names[node]} = {given[0]}[{given[1]}]   {self.type(value)}"
         if value is None or not (node.users or isinstance(value, Tensor)):
-            return call
-        self.names[node] = self.fresh("item" if node.target is operator.getitem else name.rpartition(".")[2].strip("_"))
-        return f"{self.names[node]} = {call}   {self.type(value)}"
+            return wrap(f"{name}(", given, end=")")
+        self.names[node] = self.fresh(name.rpartition(".")[2].strip("_"))
+        call = wrap(f"{self.names[node]} = {name}(", given, end=")")
+        return call + ("\n     " if "\n" in call else "   ") + self.type(value)
+
+    def own_arguments(self, node: fx.Node) -> list[str]:
+        """Arguments by the names of the operator's schema, without those that are None."""
+        target: Any = node.target
+        schema = (target if isinstance(target, torch._ops.OpOverload) else target.default)._schema
+        given = {argument.name: item for argument, item in zip(schema.arguments, node.args, strict=False)}
+        texts = {name: self.value(item) for name, item in given.items() if item is not None}
+        return [text if text == name else f"{name}={text}" for name, text in texts.items()]
 
     def launch(self, node: fx.Node, launch: counts.Launch) -> str:
         self.names[node] = self.fresh(launch.kernel.strip("_").removesuffix("_kernel"))
         arguments = [f"{name.removesuffix('_ptr')}={self.value(item)}" for name, item in launch.arguments.items()]
         grid = ", ".join(self.value(size) for size in launch.grid)
         writes = ", ".join(name.removesuffix("_ptr") for name in launch.writes)
-        return f"{self.names[node]} = launch {launch.kernel}[{grid}]   writes {writes}\n{wrap('     ', arguments)}"
+        head = f"{self.names[node]} = launch {launch.kernel}[{grid}]"
+        return "\n".join([head, f"     writes {writes}", wrap("     ", arguments)])
 
     def is_inline(self, node: fx.Node) -> bool:
         """Whether a node is written where it is used (sizes, items of a result, fresh buffers) or checks something."""
@@ -179,7 +214,7 @@ class Rendering:
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self.letters:
                 self.letters[symbol] = sympy.Symbol(f"s{len(self.letters)}", integer=True)
-        return str(expression.xreplace(self.letters))
+        return str(expression.xreplace(self.letters).replace(_is_ceil_div, _as_ceil_div))
 
     def fresh(self, name: str) -> str:
         self.taken[name] = self.taken.get(name, 0) + 1
@@ -198,16 +233,35 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype) or re.sub(r"^(int|uint|float|complex)", lambda m: m[1][0], plain).replace("_", "")
 
 
-def wrap(head: str, items: list[str]) -> str:
+def is_own(node: fx.Node) -> bool:
+    """Whether a node is a kernel launch or an operator that torch does not bring along."""
+    return counts.is_launch(node) or (isinstance(node.target, _OPERATORS) and namespace(node) not in _TORCHS_OWN)
+
+
+def namespace(node: fx.Node) -> str:
+    return counts.operator_name(node).partition(".")[0]
+
+
+def wrap(head: str, items: list[str], comma: str = ", ", end: str = "") -> str:
     """`head` and its items on one line, or on several, indented, where one would be too long to read."""
     lines, line = [], head
     for index, item in enumerate(items):
-        piece = item + ("" if index == len(items) - 1 else ", ")
+        piece = item + (end if index == len(items) - 1 else comma)
         if len(line) + len(piece) > _WIDTH and line.strip():
             lines.append(line.rstrip())
             line = "     "
         line += piece
-    return "\n".join([*lines, line.rstrip()])
+    return "\n".join([*lines, line.rstrip() if items else line.rstrip() + end])
+
+
+def _is_ceil_div(expression: sympy.Expr) -> bool:
+    negated = expression.is_Mul and len(expression.args) == 2 and expression.args[0] == -1
+    return negated and type(expression.args[1]).__name__ == "FloorDiv"
+
+
+def _as_ceil_div(expression: sympy.Expr) -> sympy.Expr:
+    numerator, denominator = expression.args[1].args
+    return sympy.Function("ceil_div")(-numerator, denominator)
 
 
 def _is_tuple(node: Any) -> bool:
