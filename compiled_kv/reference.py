@@ -263,3 +263,48 @@ def decode_metadata(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Te
         None if swa_mapping is None else store(swa_mapping, torch.int64, into.swa_slot_mapping),
     )
     return metadata, step.bits
+
+
+def flashmla_schedule(cache_seqlens: Tensor, *, num_sm_parts: int, block_size: int = 64, fixed_overhead_blocks: int = 5,
+                      num_reqs: Tensor | None = None, form: str = "current",
+                      out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Two int32: tile_scheduler_metadata [num_sm_parts, 8] and num_splits [B + 1], one part after the other."""
+    batch, overhead = len(cache_seqlens), fixed_overhead_blocks
+    active = active_rows(num_reqs, batch)
+    most = max(2**30 // max(batch, 1) - overhead, 1)
+    lengths = [min(max(length, 0), INT32_MAX) for length in cache_seqlens.tolist()[:active]]
+    blocks = [min(max(ceil_div(length, block_size), 1), most) for length in lengths]
+    payload = ceil_div(sum(blocks) + overhead * active, num_sm_parts) + overhead
+    req, block, split, splits, rows = 0, 0, 0, [0], []
+    for _ in range(num_sm_parts):
+        begin, left = (req, block, split), payload
+        while req < active and left >= blocks[req] - block + overhead:
+            left -= blocks[req] - block + overhead
+            splits.append(splits[-1] + split + 1)
+            req, block, split = req + 1, 0, 0
+        if req < active and left > overhead:
+            block, split = block + left - overhead, split + 1
+        rows.append(schedule_row(begin, (req, block), lengths, blocks, block_size, form))
+    assert (req, block, split) == (active, 0, 0)
+    splits += [splits[-1]] * (batch - active)
+    into = out or (None, None)
+    table = torch.tensor(rows, dtype=torch.int32).reshape(num_sm_parts, 8)
+    return store(table.tolist(), torch.int32, into[0]), store(splits, torch.int32, into[1])
+
+
+def schedule_row(begin: tuple[int, int, int], end: tuple[int, int], lengths: list[int], blocks: list[int],
+                 block_size: int, form: str) -> list[int]:  # fmt: skip
+    begin_req, begin_block, begin_split = begin
+    end_req, end_block = end
+    end_token, cut_first, cut_last = end_block * block_size, begin_block > 0, end_block > 0
+    if not cut_last:
+        end_req -= 1
+        end_token = lengths[end_req] if end_req >= 0 else 0
+        end_block = blocks[end_req] if end_token > 0 else 0
+    if begin_req == end_req:
+        cut_first = cut_last = cut_first or cut_last
+    if form == "current":
+        return [begin_req, end_req, begin_block, end_block, begin_split, cut_first, cut_last, 0]
+    if form == "legacy_blocks":
+        return [begin_req, begin_block, end_req, end_block, begin_split, 0, 0, 0]
+    return [begin_req, begin_block * block_size, end_req, end_token, begin_split, 0, 0, 0]
