@@ -281,13 +281,14 @@ def test_rendering_for_reading() -> None:
         """\
 dynamo
 in   args_0 i32[s0], args_1 i32[s0]
-toy.bump_out(args_0, args_1)
+toy.bump_out(x=args_0, out=args_1)
 out
 launches 1  copies 0  host reads 0
 
 aot
 in   args_0 i32[s0], args_1 i32[s0]
-bump = launch _bump_kernel[-(((-s0)//128))]   writes out
+bump = launch _bump_kernel[ceil_div(s0, 128)]
+     writes out
      x=args_0, out=args_1, also=None, n=s0, stride=1, BLOCK=128
 aten.copy_(args_1, bump.out)
 out
