@@ -1,0 +1,68 @@
+"""The table at the end: a column a model, and a line for each thing the demo promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from .serving import Result
+
+LINES: dict[str, Callable[[Result], object]] = {
+    "requests": lambda result: len(result.served),
+    "tokens": lambda result: result.tokens,
+    "tokens equal to the reference": lambda result: result.equal,
+    "steps": lambda result: ", ".join(f"{step.name} {step.calls}" for step in result.steps),
+    "graphs compiled": lambda result: sum(len(step.graphs) for step in result.steps),
+    "graph breaks": lambda result: result.graph_breaks,
+    "host reads in the graph": lambda result: sum(step.host_reads for step in result.steps),
+    "metadata launches a step": lambda result: max(step.metadata_launches for step in result.steps),
+    "metadata launches": lambda result: sum(step.metadata_launches * step.calls for step in result.steps),
+    "preemptions": lambda result: result.preemptions,
+    "pages shared": lambda result: result.shared_pages,
+    "pages used / in the pool": lambda result: f"{result.pages_taken} / {result.workload.num_pages - 1}",
+    "sliding pages used / in the pool": lambda result: _swa(result),
+    "tokens/s": lambda result: f"{result.tokens / result.seconds:.0f}",
+}
+
+
+def show(results: Sequence[Result], console: Console) -> None:
+    """Print the table, and below it what went wrong, if anything did."""
+    table = Table(title="compiled_kv demo")
+    table.add_column("")
+    for result in results:
+        table.add_column(result.model, justify="right")
+    for label, value in LINES.items():
+        table.add_row(label, *(str(value(result)) for result in results))
+    console.print(table)
+    for result in results:
+        for line in complaints(result):
+            console.print(f"{result.model}: {line}", style="red", markup=False)
+
+
+def complaints(result: Result) -> list[str]:
+    """One line for each request whose tokens differ and each step that was not compiled whole."""
+    lines = []
+    for i, (got, want) in enumerate(zip(result.served, result.expected, strict=True)):
+        if got != want:
+            at = next((t for t, pair in enumerate(zip(got, want)) if pair[0] != pair[1]), min(len(got), len(want)))
+            lines.append(
+                f"request {i} differs from token {at} on: {got[at : at + 4]}, the reference has {want[at : at + 4]}"
+            )
+    for step in result.steps:
+        if not step.whole:
+            lines.append(
+                f"step {step.name}: {len(step.graphs)} graphs, which ran in {step.graph_calls} of {step.calls} calls"
+            )
+        if step.metadata_launches != 1 or step.host_reads:
+            lines.append(f"step {step.name}: {step.metadata_launches} metadata launches, {step.host_reads} host reads")
+    if result.graph_breaks:
+        lines.append(f"{result.graph_breaks} graph breaks")
+    if result.status:
+        lines.append(f"status {result.status}: a length or slot was out of bounds")
+    return lines
+
+
+def _swa(result: Result) -> str:
+    return f"{result.swa_pages_taken} / {result.workload.num_swa_pages - 1}" if result.workload.num_swa_pages else "-"

@@ -1,0 +1,91 @@
+"""One model served and checked: the loop's tokens beside the reference's, and what the compiled steps showed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..models import architecture
+from ..models.step import PagedCausalLM
+from .allocator import Allocator
+from .baseline import generate
+from .decoding import PlainDecoder
+from .evidence import CompiledStep, graph_breaks
+from .loop import Loop
+from .workload import Workload
+
+Progress = Callable[[str, int], None]
+
+
+@dataclass
+class Result:
+    """What happened; `ok` is what the demo's exit status says."""
+
+    model: str
+    workload: Workload
+    steps: list[CompiledStep]
+    graph_breaks: int
+    seconds: float
+    preemptions: int
+    shared_pages: int
+    pages_taken: int
+    swa_pages_taken: int
+    status: int
+    served: list[list[int]]
+    expected: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.served))
+
+    @property
+    def equal(self) -> int:
+        """Tokens that are the reference's."""
+        return sum(a == b for got, want in zip(self.served, self.expected) for a, b in zip(got, want))
+
+    @property
+    def whole(self) -> bool:
+        """Every step ran as one graph, with one metadata launch and no host read."""
+        return not self.graph_breaks and all(
+            step.whole and step.metadata_launches == 1 and step.host_reads == 0 for step in self.steps
+        )
+
+    @property
+    def ok(self) -> bool:
+        return self.whole and self.served == self.expected and self.status == 0
+
+
+def serve(name: str, workload: Workload, *, seed: int, device: str, backend: str, progress: Progress) -> Result:
+    """Serve `workload` with the small model of this name, then have the reference generate the same requests.
+
+    Args:
+        progress: called with what is going on and how many tokens came of it.
+    """
+    arch = architecture(name)
+    reference = arch.build(seed, device)
+    model = arch.paged(
+        reference, workload.layout, max_reqs=2 * workload.batch,
+        num_pages=workload.num_pages, num_swa_pages=workload.num_swa_pages,
+    )  # fmt: skip
+    result = run(name, model, workload, backend, progress)
+    for request in workload.requests:
+        result.expected.append(generate(reference, request))
+        progress(f"{name}: generate()", len(result.expected[-1]))
+    return result
+
+
+def run(name: str, model: PagedCausalLM, workload: Workload, backend: str, progress: Progress) -> Result:
+    """Serve `workload` through the compiled steps of `model`."""
+    breaks = graph_breaks()
+    progress(f"{name}: compiling", 0)
+    allocator = Allocator(model, workload.num_pages, workload.num_swa_pages)
+    decoder = PlainDecoder(model, backend, batch=workload.batch, chunk=workload.chunk)
+    loop = Loop(decoder, allocator, lambda count: progress(f"{name}: serving", count))
+    start = time.perf_counter()
+    served = loop.serve(workload.requests)
+    seconds = time.perf_counter() - start
+    return Result(
+        name, workload, decoder.steps, graph_breaks() - breaks, seconds, loop.preemptions, allocator.shared_pages,
+        allocator.full.taken, allocator.swa.taken, int(model.status), served,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Request traces: prompt and output lengths, from a CSV file or drawn from the quantiles of a public trace.
+
+    TIMESTAMP,ContextTokens,GeneratedTokens
+    2023-11-16 18:15:46.6805900,374,44        -> Lengths(context=374, generated=44)
+
+The quantiles are those of the conversation service in the Azure LLM inference trace 2023 (Azure/AzurePublicDataset,
+data/AzureLLMInferenceTrace_conv.csv, CC-BY 4.0; Patel et al., "Splitwise: Efficient generative LLM inference using
+phase splitting", ISCA 2024).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+QUANTILES = (0.0, 0.05, 0.5, 0.95, 0.99, 1.0)
+CONTEXT = (1, 181, 1020, 4083, 4142, 14050)
+GENERATED = (1, 41, 129, 451, 601, 1000)
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be used; the message is one line and names the row."""
+
+
+class Lengths(NamedTuple):
+    """Tokens of one request: its prompt, and what it generates."""
+
+    context: int
+    generated: int
+
+    def scaled(self, scale: float) -> Lengths:
+        """Both lengths times `scale`, at least one token each."""
+        return Lengths(max(round(self.context * scale), 1), max(round(self.generated * scale), 1))
+
+
+def read_trace(path: Path) -> list[Lengths]:
+    """Every request of a CSV file with the three `COLUMNS`; row 1 is the header.
+
+    Raises:
+        TraceError: a column is missing, a length is negative or no whole number, or there is no request.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        try:
+            trace = list(_rows(path, csv.DictReader(file)))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise TraceError(f"{path}: not a CSV file: {error}") from None
+    if not trace:
+        raise TraceError(f"{path}: row 2: no request, the trace is empty")
+    return trace
+
+
+def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Lengths]:
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise TraceError(
+            f"{path}: row 1: missing column {', '.join(missing)}, got {','.join(reader.fieldnames or ()) or 'nothing'}"
+        )
+    for row in reader:
+        yield Lengths(*(_length(path, reader.line_num, name, row[name]) for name in COLUMNS[1:]))
+
+
+def _length(path: Path, row: int, column: str, text: str | None) -> int:
+    try:
+        value = int(text or "")
+    except ValueError:
+        raise TraceError(f"{path}: row {row}: {column} must be a whole number, got {text!r}") from None
+    if value < 0:
+        raise TraceError(f"{path}: row {row}: {column} must not be negative, got {value}")
+    return value
+
+
+def synthetic_trace(requests: int, seed: int) -> list[Lengths]:
+    """`requests` pairs of lengths drawn from the quantiles, on a logarithmic scale between them."""
+    rng = random.Random(seed)
+    return [Lengths(_draw(rng.random(), CONTEXT), _draw(rng.random(), GENERATED)) for _ in range(requests)]
+
+
+def _draw(share: float, lengths: tuple[int, ...]) -> int:
+    upper = next(i for i in range(1, len(QUANTILES)) if share <= QUANTILES[i])
+    low, high = QUANTILES[upper - 1], QUANTILES[upper]
+    start, end = math.log(lengths[upper - 1]), math.log(lengths[upper])
+    return round(math.exp(start + (end - start) * (share - low) / (high - low)))
