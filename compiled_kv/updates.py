@@ -1,0 +1,285 @@
+"""Persistent metadata brought up to date: of the page tables only what changed is written.
+
+    page_size 4; row 0 of the batch is request row 1, generation 7
+
+    seq_lens  held before                 page_table        what is written
+    [6]       nobody                      [[2, 1, 0, 0]]    the row, rebuilt
+    [8]       row 1, generation 7, 2 col  [[2, 1, 0, 0]]    nothing
+    [9]       the same                    [[2, 1, 5, 0]]    column 2
+    [3]       the same, 3 columns         [[2, 0, 0, 0]]    rebuilt, columns 1 and 2 cleared: the row shrank
+    [3]       generation 8 came           [[4, 0, 0, 0]]    rebuilt: another request
+
+`held` remembers on the device whose pages a row shows. What it may rely on is the caller's word: while a row keeps its pool
+row and its generation, the page of a committed token stays, and so does its sliding-window page as long as it is seen. Pages
+beyond the committed tokens (drafts) are written anew in every call. Row reuse, preemption and copy on write raise the generation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from compiled_kv import rows_cpu as cpu
+from compiled_kv.checks import (
+    INT32,
+    INT64,
+    INTS,
+    Sizes,
+    check_distinct,
+    check_distinct_fake,
+    check_int,
+    check_pool,
+    check_width,
+)
+from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel
+from compiled_kv.layout import KVLayout
+from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.metadata import _token_capacity
+from compiled_kv.metadata_op import DecodeMetadata, Inputs, Settings, _cpu_slots, _size, _stride
+from compiled_kv.status import DEBUG, Status
+from compiled_kv.update_kernel import update_metadata_kernel
+from compiled_kv.windows import check_map
+
+# Pool row or -1, generation, columns of committed tokens, live columns, first column of the window.
+RECORD = 5
+
+
+def new_held(layout: KVLayout, capacity: int, device: torch.device | str) -> Tensor:
+    """What `capacity` rows of zeroed tables hold, for `update_metadata`: nobody's pages. int64 [capacity, parts, 5]."""
+    parts = programs_a_row(capacity, layout.max_num_pages)
+    return clear_held(torch.zeros(capacity, parts, RECORD, dtype=torch.int64, device=device))
+
+
+def clear_held(held: Tensor) -> Tensor:
+    """Forget in place what the rows hold; their tables must be zeroed too. Returns `held`."""
+    held.zero_()[..., 0].fill_(-1)
+    return held
+
+
+def _launch(
+    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
+) -> None:
+    pool, swa_map, batch_size = given.req_to_token, given.swa_map, given.seq_lens.shape[0]
+    launch(
+        update_metadata_kernel, (batch_size + 1, held.shape[1]),
+        req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
+        generations_ptr=generations, q_lens_ptr=given.q_lens, slots_ptr=given.slots, map_ptr=swa_map,
+        num_reqs_ptr=given.num_reqs, status_ptr=given.status, held_ptr=held,
+        cache_seqlens_ptr=out.cache_seqlens, cu_q_ptr=out.cu_seqlens_q, cu_k_ptr=out.cu_seqlens_k,
+        page_table_ptr=out.page_table, swa_page_table_ptr=out.swa_page_table,
+        slot_mapping_ptr=out.slot_mapping, swa_slot_mapping_ptr=out.swa_slot_mapping,
+        pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
+        index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
+        generation_stride=generations.stride(0), q_stride=_stride(given.q_lens), slots_stride=_stride(given.slots),
+        num_slots=_size(given.slots), map_stride=_stride(swa_map), map_size=_size(swa_map),
+        page_row_stride=out.page_table.stride(0), swa_row_stride=_stride(out.swa_page_table), batch_size=batch_size,
+        width=out.page_table.shape[1], num_tokens=num_tokens, delta=settings.delta, q_len=settings.q_len,
+        cap=settings.cap, pad_seqlen=settings.pad_seqlen, window=settings.window or 0, PAGE_SIZE=settings.page_size,
+        PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, DEBUG=DEBUG,
+        BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
+    )  # fmt: skip
+
+
+def _cpu_body(
+    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
+) -> None:
+    page_size, cap, delta, q_len, pad_seqlen, window = settings
+    batch_size, rows, width = given.seq_lens.shape[0], given.req_pool_indices.long(), out.page_table.shape[1]
+    counted = cpu.iota(batch_size, rows) < cpu.active_rows(given.num_reqs, batch_size)
+    live = counted & (rows >= 0) & (rows < given.req_to_token.shape[0])
+    lengths = cpu.clamped_length(given.seq_lens, delta, cap).where(live, pad_seqlen)
+    queries = cpu.queries_of_rows(given.q_lens, q_len, counted)
+    ends_q, ends_k = queries.cumsum(0), lengths.where(live, 0).cumsum(0)
+    bits = [
+        cpu.batch_bits(given.seq_lens, given.q_lens, delta, cap, live),
+        cpu.flag(counted & ~live, Status.BAD_ROW),
+        cpu.sum_bits(ends_q, ends_k),
+        _cpu_tables(out, held[:batch_size], generations, given, settings, rows, live, lengths, queries),
+    ]
+    if out.slot_mapping is not None:
+        slots, slot_bits = _cpu_slots(given, settings, num_tokens, rows, live, lengths, queries, ends_q)
+        room = num_tokens if given.slots is None else given.slots.shape[0]
+        bits += [slot_bits, cpu.flag(queries.sum() > room, Status.TOO_MANY_TOKENS)]
+        out.slot_mapping[:num_tokens] = slots
+        if out.swa_slot_mapping is not None:
+            swa_slots = cpu.swa_slot_of(slots, given.full_to_swa, given.page_map, page_size)
+            bits.append(cpu.flag((slots >= 0) & (swa_slots < 0), Status.UNMAPPED))
+            out.swa_slot_mapping[:num_tokens] = swa_slots
+    out.cache_seqlens[:batch_size] = lengths.int()
+    out.cu_seqlens_q[: batch_size + 1] = cpu.prefix_sums(ends_q)
+    out.cu_seqlens_k[: batch_size + 1] = cpu.prefix_sums(ends_k)
+    cpu.report(given.status, *bits)
+
+
+def _cpu_tables(
+    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, rows: Tensor, live: Tensor,
+    lengths: Tensor, queries: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write what changed of both tables and of the record; returns status bits of each column written."""
+    page_size, cap, _, _, _, window = settings
+    batch_size, width = rows.shape[0], out.page_table.shape[1]
+    columns = cpu.iota(width, rows)
+    record, now = held[:, 0], _cpu_record(generations, given, settings, rows, live, lengths, queries, width)
+    settled, live_columns, first = now.unbind(1)[2:]
+    old_settled, old_live, old_first = record[:, 2:].clamp(0, width).unbind(1)
+    kept = (now[:, :2] == record[:, :2]).all(1) & (settled >= old_settled)
+    start = old_settled.where(kept, 0)
+    start = torch.where(first < old_first, torch.minimum(start, first), start)
+    written = (columns >= start[:, None]) & (columns < live_columns[:, None])
+    cleared = (columns >= live_columns[:, None]) & (columns < old_live[:, None])
+    positions = (columns * page_size).expand(batch_size, width)
+    slots = cpu.gather_rows(given.req_to_token, rows[:, None], positions, written)
+    pages = cpu.page_of(slots, page_size)
+    table = out.page_table[:batch_size]
+    table.copy_(torch.where(written, pages.int(), table.where(~cleared, 0)))
+    bits = cpu.flag(written & (pages < 0), Status.BAD_SLOT)
+    if out.swa_page_table is not None:
+        seen = written & (columns >= first[:, None])
+        found = cpu.swa_page_of(slots, pages, given.full_to_swa, given.page_map, seen, page_size)
+        passed = (columns >= old_first[:, None]) & (columns < torch.minimum(first, start)[:, None])
+        swa_table = out.swa_page_table[:batch_size]
+        kept_swa = swa_table.where(~(cleared | passed), 0)
+        swa_table.copy_(torch.where(written, torch.where(seen, found, 0).int(), kept_swa))
+        bits = bits | cpu.flag(seen & (pages >= 0) & (found < 0), Status.UNMAPPED)
+    held.copy_(now[:, None].expand_as(held))
+    return bits
+
+
+def _cpu_record(
+    generations: Tensor, given: Inputs, settings: Settings, rows: Tensor, live: Tensor, lengths: Tensor, queries: Tensor,
+    width: int,
+) -> Tensor:  # fmt: skip
+    """What each row is to hold, int64 [B, 5]."""
+    page_size, cap, _, q_len, _, window = settings
+
+    def columns(tokens: Tensor) -> Tensor:
+        return cpu.floor_div(tokens + page_size - 1, page_size).clamp(max=width)
+
+    live_columns = columns(lengths).where(live, 0)
+    settled = torch.minimum(columns(cpu.clamped_length(given.seq_lens, 0, cap)), live_columns)
+    first = torch.zeros_like(lengths)
+    if window is not None:
+        first = cpu.floor_div((lengths - queries - window + 1).clamp(min=0), page_size)
+    first = torch.minimum(first, live_columns)
+    owner, generation = rows.where(live, -1), generations.long().where(live, 0)
+    return torch.stack([owner, generation, settled, live_columns, first], 1)
+
+
+@triton_op("compiled_kv::update_metadata", mutates_args=("status", "held", *DecodeMetadata._fields))
+def _update_metadata(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, generations: Tensor, q_lens: Tensor | None,
+    slots: Tensor | None, full_to_swa: Tensor | None, page_map: Tensor | None, num_reqs: Tensor | None,
+    status: Tensor | None, held: Tensor,
+    cache_seqlens: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, page_table: Tensor,
+    swa_page_table: Tensor | None, slot_mapping: Tensor | None, swa_slot_mapping: Tensor | None,
+    page_size: int, cap: int, delta: int, q_len: int, pad_seqlen: int, window: int | None, num_tokens: int,
+) -> None:  # fmt: skip
+    given = Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status)
+    settings = Settings(page_size, cap, delta, q_len, pad_seqlen, window)
+    out = DecodeMetadata(
+        cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, slot_mapping, swa_slot_mapping
+    )
+    check_distinct_fake(_outputs(out, held), {**given._asdict(), "generations": generations})
+    body = _launch if runs_kernel(req_to_token) else _cpu_body
+    body(out, held, generations, given, settings, num_tokens)
+
+
+def _outputs(out: DecodeMetadata, held: Tensor) -> dict[str, Tensor]:
+    return {f"out.{name}": t for name, t in out._asdict().items() if t is not None} | {"held": held}
+
+
+def update_metadata(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, generations: Tensor, *, layout: KVLayout,
+    held: Tensor, out: DecodeMetadata, seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None,
+    num_tokens: int | None = None, full_to_swa: Tensor | None = None, page_map: Tensor | None = None,
+    num_reqs: Tensor | None = None, pad_seqlen: int = 0, status: Tensor | None = None,
+) -> DecodeMetadata:  # fmt: skip
+    """`decode_metadata` into tables that persist from step to step, at a cost of O(batch) while requests only grow.
+
+    Args:
+        req_to_token, req_pool_indices, seq_lens, layout, seq_len_delta, q_len, slots, num_tokens, full_to_swa, page_map,
+            num_reqs, pad_seqlen: as in `decode_metadata`.
+        generations: int [B], changes whenever the pages of a pool row's committed tokens do.
+        held: int64 [M, parts, 5], M >= B, made by `new_held` and kept with `out`; updated in place.
+        out: DecodeMetadata with room for M rows; its first B (and T tokens) are written. Tables start zeroed, and only
+            this function writes to them.
+        status: int32 [1]; bits of a column are OR-ed in when the column is written.
+
+    Returns:
+        DecodeMetadata, views of the first B rows and T tokens of `out`.
+
+    Raises:
+        TypeError, ValueError: as `decode_metadata`; the text names the argument.
+    """
+    sizes = Sizes()
+    check_pool(sizes, req_to_token, req_pool_indices, layout)
+    sizes.check("seq_lens", seq_lens, INTS, "B")
+    sizes.check("generations", generations, INTS, "B")
+    q_lens, fixed_q_len = check_queries(sizes, q_len)
+    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
+    if full_to_swa is not None or page_map is not None:
+        check_map(sizes, full_to_swa, page_map)
+    if num_reqs is not None:
+        sizes.check_scalar("num_reqs", num_reqs)
+    if status is not None:
+        sizes.check_scalar("status", status, INT32)
+    tokens = _token_capacity(sizes, q_lens, fixed_q_len, slots, num_tokens)
+    batch_size = sizes.named["B"]
+    _check_room(sizes, held, out, layout, full_to_swa is not None or page_map is not None, tokens)
+    inputs = (req_to_token, req_pool_indices, seq_lens, generations, q_lens, slots, full_to_swa, page_map, num_reqs)
+    named = dict(zip(_INPUTS, inputs))
+    outputs = _outputs(out, held)
+    check_distinct(outputs if status is None else {**outputs, "status": status}, named)
+    settings = (layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, pad_seqlen, layout.window)
+    torch.ops.compiled_kv.update_metadata(*inputs, status, held, *out, *settings, tokens or 0)
+    return first_rows(out, batch_size, tokens)
+
+
+_INPUTS = (
+    "req_to_token", "req_pool_indices", "seq_lens", "generations", "q_len", "slots", "full_to_swa", "page_map",
+    "num_reqs",
+)  # fmt: skip
+
+
+def first_rows(out: DecodeMetadata, batch_size: int, num_tokens: int | None) -> DecodeMetadata:
+    """Views of the first rows and tokens."""
+    sizes = (batch_size, batch_size + 1, batch_size + 1, batch_size, batch_size, num_tokens, num_tokens)
+    return DecodeMetadata(*(None if t is None else t[:size] for t, size in zip(out, sizes)))  # type: ignore[misc]
+
+
+def _check_room(
+    sizes: Sizes, held: Tensor, out: DecodeMetadata, layout: KVLayout, has_swa: bool, tokens: int | None
+) -> None:
+    if not isinstance(out, DecodeMetadata):
+        raise TypeError(f"out must be a DecodeMetadata, got {type(out).__name__}")
+    sizes.check_output("held", held, INT64, "M", "parts", str(RECORD))
+    if held.shape[2] != RECORD or not held.is_contiguous():
+        raise ValueError(f"held must be contiguous [M, parts, {RECORD}], got {list(held.shape)}")
+    batch_size = sizes.named["B"]
+    rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}
+    _check_least("held", held, batch_size, "rows")
+    for name, least in rows.items():
+        tensor = getattr(out, name)
+        sizes.check_output(f"out.{name}", tensor, INT32, f"{name} entries")
+        _check_least(f"out.{name}", tensor, least, "entries")
+    present = {"page_table": True, "swa_page_table": has_swa}
+    present |= {"slot_mapping": tokens is not None, "swa_slot_mapping": has_swa and tokens is not None}
+    for name, wanted in present.items():
+        tensor = getattr(out, name)
+        if (tensor is not None) != wanted:
+            came = "None" if tensor is None else "a tensor"
+            raise ValueError(f"out.{name} must be {'a tensor' if wanted else 'None'} for this call, got {came}")
+        if tensor is not None and name.endswith("table"):
+            sizes.check_output(f"out.{name}", tensor, INT32, f"{name} rows", "P")
+            _check_least(f"out.{name}", tensor, batch_size, "rows")
+            check_width(f"out.{name}", tensor.shape[1], layout.max_num_pages, "columns")
+        elif tensor is not None:
+            sizes.check_output(f"out.{name}", tensor, INT64, f"{name} tokens")
+            _check_least(f"out.{name}", tensor, tokens or 0, "entries")
+
+
+def _check_least(name: str, tensor: Tensor, least: int, what: str) -> None:
+    if tensor.shape[0] < least:
+        raise ValueError(f"{name} must have at least {least} {what} for this batch, got {tensor.shape[0]}")
