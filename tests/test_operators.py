@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,21 @@ devices = pytest.mark.parametrize("device", DEVICES)
 operators = pytest.mark.parametrize("operator", OPERATORS)
 
 
+FULL_BLOCKS = ("plain", "wide-batch")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels take four columns, rows or tokens at a time, so that small batches go round every loop."""
+    if not INTERPRETED or "full_blocks" in request.node.name:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("compiled_kv."):
+            for size in ("BLOCK", "SCAN", "TOKENS"):
+                if isinstance(getattr(module, size, None), int):
+                    monkeypatch.setattr(module, size, 4)
+
+
 def forms_of(operator: str) -> list[Form]:
     return [form for form in FORMS if form.operator == operator]
 
@@ -33,6 +49,14 @@ def forms_of(operator: str) -> list[Form]:
 def test_named_batch(operator: str, case: str, device: str) -> None:
     for form in forms_of(operator):
         check(form, ALL_CASES[case], device)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="elsewhere every batch meets full blocks")
+@operators
+@pytest.mark.parametrize("case", FULL_BLOCKS)
+def test_named_batch_in_full_blocks(operator: str, case: str) -> None:
+    for form in forms_of(operator):
+        check(form, ALL_CASES[case])
 
 
 @devices
