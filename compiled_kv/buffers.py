@@ -1,0 +1,321 @@
+"""Every tensor that a captured decode step reads or writes to know its batch, at addresses that never change.
+
+    buffers = DecodeBuffers(layout, req_to_token, max_batch_size=8)
+
+    def decode_step(buffers, batch_size):
+        meta = buffers.metadata(batch_size)          one launch; of the page tables only what changed is written
+        return model(buffers.token_ids[:batch_size], meta)
+
+    buffers.load(DecodeBatch(rows=[3, 1], seq_lens=[70, 5], generations=[0, 2], token_ids=[11, 12]))    one copy to the device
+    decode_step(buffers, 2)
+
+They are buffers of a module because `torch.compile` skips CUDA graphs for graph inputs that are mutated, but not for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_kv.checks import INTS, Sizes, check_int, check_width
+from compiled_kv.layout import KVLayout
+from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.staging import Ring
+from compiled_kv.updates import clear_held, new_held, update_metadata
+from compiled_kv.windows import check_map
+
+Ints = Sequence[int] | Tensor
+
+
+class DecodeBatch(NamedTuple):
+    """One step's batch of n requests: Python ints, or int tensors that are on the device already (all, or none)."""
+
+    rows: Ints
+    """[n] the pool row of each request."""
+    seq_lens: Ints
+    """[n] committed tokens, as `decode_metadata` counts them."""
+    generations: Ints
+    """[n] a number that changes whenever the pages of the row's committed tokens do."""
+    q_lens: Ints | None = None
+    """[n] queries of each request; with `ragged` buffers alone."""
+    slots: Ints | None = None
+    """[t] where each token is written; with `given_slots` alone."""
+    token_ids: Ints | None = None
+    """[t] token of each query, row after row. None leaves those on the device alone."""
+
+
+class DecodeBuffers(nn.Module):
+    """Inputs and outputs of a step's metadata, for batches of up to `max_batch_size` requests.
+
+    Args:
+        layout: page size, bounds and window.
+        req_to_token: int [R, C], the allocator's pool: shared, not copied.
+        max_batch_size: M, the largest batch.
+        q_len: queries a row, Q; with `ragged` the most a row may have.
+        ragged: whether the queries of a row vary from step to step.
+        seq_len_delta: tokens a step adds to `seq_lens`.
+        given_slots: whether the allocator hands over slots; else they are looked up in `req_to_token`.
+        full_to_swa, page_map: int [N] or [NP], the allocator's map into the sliding-window pool: shared; at most one.
+        pad_seqlen: `cache_seqlens` of a padding row.
+
+    Buffers, none of them in `state_dict`: `inputs` int64, `status` int32 [1], `held` int64 [M, parts, 5], and those of
+    DecodeMetadata with room for M rows and M * Q tokens. They move with the module; a set belongs to its device and, on CUDA, to
+    the stream that was current when it was made or moved.
+    """
+
+    inputs: Tensor
+    held: Tensor
+    status: Tensor
+    req_to_token: Tensor
+    full_to_swa: Tensor | None
+    page_map: Tensor | None
+    _ring: Ring | None
+
+    def __init__(
+        self, layout: KVLayout, req_to_token: Tensor, *, max_batch_size: int, q_len: int = 1, ragged: bool = False,
+        seq_len_delta: int = 0, given_slots: bool = False, full_to_swa: Tensor | None = None,
+        page_map: Tensor | None = None, pad_seqlen: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        sizes = Sizes()
+        sizes.check("req_to_token", req_to_token, INTS, "R", "C")
+        check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
+        check_int("max_batch_size", max_batch_size, 1)
+        check_int("q_len", q_len, 1)
+        check_int("seq_len_delta", seq_len_delta, 0)
+        check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
+        if full_to_swa is not None or page_map is not None:
+            check_map(sizes, full_to_swa, page_map)
+        self.layout, self.max_batch_size, self.q_len, self.ragged = layout, max_batch_size, q_len, ragged
+        self.seq_len_delta, self.given_slots, self.pad_seqlen = seq_len_delta, given_slots, pad_seqlen
+        self.max_num_tokens = max_batch_size * q_len
+        for name, shared in (("req_to_token", req_to_token), ("full_to_swa", full_to_swa), ("page_map", page_map)):
+            self.register_buffer(name, shared, persistent=False)
+        self._places = self._pack()
+        # What `load` compares with, and how much of the inputs it sends without and with token ids.
+        self._pool_rows, self._longest = req_to_token.shape[0], layout.max_seqlen_k - seq_len_delta
+        self._plain, self._heads = not (ragged or given_slots), self._places["token_ids"]
+        self._make(req_to_token.device, full_to_swa is not None or page_map is not None)
+        self._bind()
+
+    def _pack(self) -> dict[str, tuple[int, int]]:
+        """Begin and end of each input in `inputs`; token ids come last, for a batch may leave them alone."""
+        batch_size, tokens = self.max_batch_size, self.max_num_tokens
+        sizes = {"num_reqs": 1, "rows": batch_size, "seq_lens": batch_size, "generations": batch_size}
+        sizes |= {"q_lens": batch_size} if self.ragged else {}
+        sizes |= {"slots": tokens} if self.given_slots else {}
+        places, end = {}, 0
+        for name, size in (sizes | {"token_ids": tokens}).items():
+            places[name] = (end, end + size)
+            end += size
+        return places
+
+    def _make(self, device: torch.device, has_swa: bool) -> None:
+        batch_size, width, tokens = self.max_batch_size, self.layout.max_num_pages, self.max_num_tokens
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {
+            "inputs": (torch.int64, (self._places["token_ids"][1],)),
+            "status": (torch.int32, (1,)),
+            "cache_seqlens": (torch.int32, (batch_size,)),
+            "cu_seqlens_q": (torch.int32, (batch_size + 1,)),
+            "cu_seqlens_k": (torch.int32, (batch_size + 1,)),
+            "page_table": (torch.int32, (batch_size, width)),
+            "swa_page_table": (torch.int32, (batch_size, width) if has_swa else None),
+            "slot_mapping": (torch.int64, (tokens,)),
+            "swa_slot_mapping": (torch.int64, (tokens,) if has_swa else None),
+        }
+        for name, (dtype, shape) in shapes.items():
+            made = None if shape is None else torch.zeros(shape, dtype=dtype, device=device)
+            self.register_buffer(name, made, persistent=False)
+        self.register_buffer("held", new_held(self.layout, batch_size, device), persistent=False)
+
+    def _bind(self) -> Ring:
+        """Make the host's side, for the device that the buffers are on and the stream that is current."""
+        device, fields = self.inputs.device, DecodeBatch._fields
+        places = {fields.index(name): place for name, place in self._places.items() if name in fields}
+        self._ring = ring = Ring(self.inputs, places, pads={fields.index("rows"): -1})
+        self._device_index = device.index
+        self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        return ring
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DecodeBuffers:
+        super()._apply(fn, recurse)
+        self._ring = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_ring": None}
+
+    def _input(self, name: str) -> Tensor:
+        begin, end = self._places[name]
+        return self.inputs[begin:end]
+
+    @property
+    def num_reqs(self) -> Tensor:
+        """int64 [1], live rows."""
+        return self._input("num_reqs")
+
+    @property
+    def req_pool_indices(self) -> Tensor:
+        """int64 [M]; -1 in padding rows."""
+        return self._input("rows")
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """int64 [M]."""
+        return self._input("seq_lens")
+
+    @property
+    def generations(self) -> Tensor:
+        """int64 [M]."""
+        return self._input("generations")
+
+    @property
+    def q_lens(self) -> Tensor | None:
+        """int64 [M] of ragged buffers, else None."""
+        return self._input("q_lens") if self.ragged else None
+
+    @property
+    def slots(self) -> Tensor | None:
+        """int64 [M * Q] where the allocator gives slots, else None."""
+        return self._input("slots") if self.given_slots else None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [M * Q]; 0 beyond the tokens loaded."""
+        return self._input("token_ids")
+
+    def out(self) -> DecodeMetadata:
+        """The whole persistent outputs."""
+        return DecodeMetadata(*(getattr(self, name) for name in DecodeMetadata._fields))
+
+    def metadata(self, batch_size: int, seq_len_delta: int | None = None) -> DecodeMetadata:
+        """The metadata of the first `batch_size` rows, brought up to date in place; for use inside the step.
+
+        Args:
+            batch_size: B, a bucket: live rows are counted on the device.
+            seq_len_delta: in place of the buffers' own, for the several draft steps of one graph.
+
+        Returns:
+            DecodeMetadata, views of the buffers: B rows, B * Q tokens.
+        """
+        tokens = batch_size * self.q_len
+        delta = self.seq_len_delta if seq_len_delta is None else seq_len_delta
+        q_lens, slots = self.q_lens, self.slots
+        return update_metadata(
+            self.req_to_token, self.req_pool_indices[:batch_size], self.seq_lens[:batch_size],
+            self.generations[:batch_size], layout=self.layout, held=self.held, out=self.out(), seq_len_delta=delta,
+            q_len=self.q_len if q_lens is None else q_lens[:batch_size], slots=None if slots is None else slots[:tokens],
+            num_tokens=tokens if self.ragged or self.given_slots else None, full_to_swa=self.full_to_swa,
+            page_map=self.page_map, num_reqs=self.num_reqs, pad_seqlen=self.pad_seqlen, status=self.status,
+        )  # fmt: skip
+
+    def reset(self) -> None:
+        """Back to zeroed tables that nobody's pages are in, in place."""
+        for tensor in (self.inputs, self.status, *self.out()):
+            if tensor is not None:
+                tensor.zero_()
+        clear_held(self.held)
+
+    def load(self, batch: DecodeBatch) -> int:
+        """Refresh the inputs, with one copy to the device or, where the batch is there already, none; the rest is padding.
+
+        Returns:
+            The number of requests.
+
+        Raises:
+            TypeError, ValueError: an entry has the wrong kind or length, or a number that the host knows is out of bounds; nothing
+            is written.
+            RuntimeError: on CUDA, another stream than the buffers' own is current.
+        """
+        ring = self._ring
+        if ring is None or ring.target is not self._buffers["inputs"]:
+            ring = self._bind()
+        if self._stream is not None and torch._C._cuda_getCurrentRawStream(self._device_index) != self._stream:
+            self._refuse_stream()
+        rows, seq_lens = batch.rows, batch.seq_lens
+        if isinstance(rows, Tensor):
+            return self._load_tensors(batch)
+        size = len(rows)
+        # What is sound is found so in a few calls; only what is not is looked at entry by entry.
+        if not (
+            size <= self.max_batch_size
+            and len(seq_lens) == len(batch.generations) == size
+            and self._plain == (batch.q_lens is None and batch.slots is None)
+            and self._plain
+            and (batch.token_ids is None or len(batch.token_ids) <= size * self.q_len)
+            and (size == 0 or (min(rows) >= 0 and max(rows) < self._pool_rows))
+            and (size == 0 or (min(seq_lens) >= 0 and max(seq_lens) <= self._longest))
+        ):
+            check_batch(self, batch)
+        ring.fill(size, batch)
+        ring.send(self._heads[batch.token_ids is not None])
+        return size
+
+    def _load_tensors(self, batch: DecodeBatch) -> int:
+        given = {name: values for name, values in batch._asdict().items() if values is not None}
+        check_tensors(self, given)
+        for name, values in given.items():
+            begin, end = self._places[name]
+            self.inputs[begin : begin + len(values)].copy_(values)
+            self.inputs[begin + len(values) : end].fill_(-1 if name == "rows" else 0)
+        size = len(batch.rows)
+        self.num_reqs.fill_(size)
+        return size
+
+    def _refuse_stream(self) -> None:
+        now = torch._C._cuda_getCurrentRawStream(self._device_index)
+        raise RuntimeError(
+            f"buffers belong to the stream they were made on, {self._stream:#x}, but stream {now:#x} is current: make a set of "
+            "buffers for each stream"
+        )
+
+
+def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
+    """Refuse what the host can see to be wrong in a batch of Python ints."""
+    given = {name: values for name, values in batch._asdict().items() if values is not None}
+    for name, values in given.items():
+        if isinstance(values, Tensor):
+            raise TypeError(f"batch.{name} must hold Python ints, as batch.rows does, got a tensor")
+    _check_lengths(buffers, given)
+    _check_range("rows", given["rows"], buffers.req_to_token.shape[0] - 1)
+    _check_range("seq_lens", given["seq_lens"])
+    delta = buffers.seq_len_delta
+    try:
+        buffers.layout.check(length + delta for length in given["seq_lens"])
+    except ValueError as error:
+        raise ValueError(f"batch.seq_lens plus seq_len_delta={delta}: {error}") from None
+    if buffers.ragged:
+        _check_range("q_lens", given["q_lens"], buffers.q_len)
+
+
+def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+    """Refuse tensors of a wrong kind, shape or device."""
+    sizes = Sizes()
+    sizes.device, sizes.device_of = buffers.inputs.device, "the buffers"
+    for name, values in given.items():
+        sizes.check(f"batch.{name}", values, INTS, "n" if name in ("rows", "seq_lens", "generations", "q_lens") else "t")
+    _check_lengths(buffers, given)
+
+
+def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+    size = len(given["rows"])
+    if size > buffers.max_batch_size:
+        raise ValueError(f"batch.rows must hold at most max_batch_size={buffers.max_batch_size} requests, got {size}")
+    for name, wanted in (("q_lens", buffers.ragged), ("slots", buffers.given_slots)):
+        if (name in given) != wanted:
+            came = "got none" if wanted else "got some"
+            raise ValueError(f"batch.{name} must be {'given' if wanted else 'None'} for these buffers, {came}")
+    for name, values in given.items():
+        per_row = name in ("seq_lens", "generations", "q_lens")
+        if per_row and len(values) != size:
+            raise ValueError(f"batch.{name} must have one entry for each of the {size} rows, got {len(values)}")
+        if not per_row and name != "rows" and len(values) > size * buffers.q_len:
+            raise ValueError(f"batch.{name} must have at most {size * buffers.q_len} entries, got {len(values)}")
+
+
+def _check_range(name: str, values: Sequence[int], most: int | None = None) -> None:
+    for index, value in enumerate(values):
+        check_int(f"batch.{name}[{index}]", value, 0, most)

@@ -1,0 +1,250 @@
+"""A decode step captured once for each of a few batch sizes, and replayed for any batch up to the largest.
+
+    step = DecodeGraphs(decode_step, buffers, batch_sizes=[1, 2, 4, 8])
+    logits = step(DecodeBatch(rows=[3, 1, 5], seq_lens=[70, 5, 9], generations=[0, 2, 0]))      replays the graph of 4 rows
+
+`decode_step(buffers, batch_size, *args)` calls `buffers.metadata(batch_size)` and whatever follows from it. Live rows are counted
+on the device; what the step returns belongs to the graph and holds until its next replay. On the CPU the same class runs the
+compiled step, and holds its caller to the same rules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.checks import check_int
+from compiled_kv.launch import INTERPRETED, triton
+
+NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
+REPLAYED = "a captured graph reads the address that it was captured with"
+
+
+class DecodeGraphs:
+    """`decode_step` for every batch up to the largest of `batch_sizes`.
+
+    Args:
+        decode_step: called as decode_step(buffers, batch_size, *args, **kwargs); eager, or compiled by torch.compile (not with
+            a mode that captures by itself).
+        buffers: what it reads its batch from.
+        batch_sizes: the buckets; a batch is padded to the smallest that holds it.
+        args, kwargs: what else the step takes. They are frozen: later calls pass the same values, and tensors at the same
+            addresses, or nothing, which means these.
+        null_pages: views of the null pages of K/V pools, put back as they were after warm-up and capture.
+        backend: what compiles an eager step on the CPU; None leaves it eager. On CUDA a step is captured as it is.
+
+    Raises:
+        ValueError: no bucket, or one that is larger than the buffers.
+        RuntimeError: under capture the step met an operator for the first time; the text names it.
+    """
+
+    def __init__(
+        self, decode_step: Callable[..., Any], buffers: DecodeBuffers, batch_sizes: Sequence[int], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None, *, null_pages: Sequence[Tensor] = (), backend: str | None = "inductor",
+    ) -> None:  # fmt: skip
+        self.batch_sizes = sorted(set(batch_sizes))
+        for index, size in enumerate(self.batch_sizes):
+            check_int(f"batch_sizes[{index}]", size, 1, buffers.max_batch_size)
+        if not self.batch_sizes:
+            raise ValueError("batch_sizes must hold at least one size, got none")
+        self.buffers, self.args, self.kwargs = buffers, tuple(args), dict(kwargs or {})
+        self.on_cuda = buffers.inputs.device.type == "cuda"
+        self.step = decode_step if self.on_cuda or backend is None else _compiled(decode_step, backend)
+        largest = self.batch_sizes[-1]
+        self._bucket = [next(size for size in self.batch_sizes if size >= n) for n in range(largest + 1)]
+        self._graphs: dict[int, Any] = {}
+        self._outputs: dict[int, Any] = {}
+        self._frozen = Frozen(decode_step, self.args, self.kwargs)
+        before = [page.clone() for page in null_pages]
+        with torch.no_grad():
+            self._prepare()
+        for page, values in zip(null_pages, before):
+            page.copy_(values)
+        self._names, self._pointers = _pointers(buffers)
+
+    def __call__(self, batch: DecodeBatch, *args: Any, **kwargs: Any) -> Any:
+        """Load `batch` and run the step of the smallest bucket that holds it.
+
+        Returns:
+            What the step returned for that bucket: on CUDA the graph's own tensors, overwritten by its next replay.
+
+        Raises:
+            ValueError, TypeError: the batch or an argument is not what the graph was captured for; the text names it.
+        """
+        if len(batch.rows) >= len(self._bucket):
+            largest = self.batch_sizes[-1]
+            raise ValueError(f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(batch.rows)}")
+        self._check(args, kwargs)
+        return self._run(self.buffers.load(batch))
+
+    def replay(self, size: int, *args: Any, **kwargs: Any) -> Any:
+        """The same for `size` requests that are in the buffers already."""
+        check_int("size", size, 0, self.batch_sizes[-1])
+        self._check(args, kwargs)
+        return self._run(size)
+
+    def _run(self, size: int) -> Any:
+        bucket = self._bucket[size]
+        if self.on_cuda:
+            self._graphs[bucket].replay()
+            return self._outputs[bucket]
+        with torch.no_grad():
+            return self.step(self.buffers, bucket, *self.args, **self.kwargs)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _, pointers = _pointers(self.buffers)
+        if pointers != self._pointers:
+            self._refuse_buffers()
+        if args or kwargs:
+            self._frozen.check(args, kwargs, self._outputs)
+
+    def _refuse_buffers(self) -> None:
+        then, now = dict(zip(self._names, self._pointers)), dict(zip(*_pointers(self.buffers)))
+        name = next(name for name in then | now if then.get(name) != now.get(name))
+        raise ValueError(f"buffers.{name} moved from {_hex(then.get(name))} to {_hex(now.get(name))}: {REPLAYED}; write into it instead")
+
+    def _prepare(self) -> None:
+        """Warm every bucket up, then capture each, largest first; no row is live, so that nothing real is written."""
+        self.buffers.reset()
+        self.buffers.load(NOBODY._replace(**{name: () for name in ("q_lens", "slots") if getattr(self.buffers, name) is not None}))
+        sizes = self.batch_sizes[::-1]
+        if self.on_cuda:
+            with torch.cuda.device(self.buffers.inputs.device):
+                self._capture(sizes)
+        else:
+            for guard in (_unguarded, refuse_cold_start):
+                for size in sizes:
+                    with guard(_name(self.step)):
+                        self.step(self.buffers, size, *self.args, **self.kwargs)
+        self.buffers.reset()
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        side, home = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
+            for size in (*sizes, *sizes):
+                self.step(self.buffers, size, *self.args, **self.kwargs)
+        home.wait_stream(side)
+        torch.cuda.synchronize()
+        memory = torch.cuda.graph_pool_handle()
+        for size in sizes:
+            graph = torch.cuda.CUDAGraph()
+            with refuse_cold_start(_name(self.step)), torch.cuda.graph(graph, pool=memory, stream=side):
+                self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
+            self._graphs[size] = graph
+        torch.cuda.synchronize()
+
+
+class Frozen:
+    """The arguments of a captured step: values that may not change, tensors that may not move."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.parameters = _parameters(step)
+        self.leaves = self._flatten(args, kwargs)
+        self.pointers = {name: leaf.data_ptr() for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        named = {self.parameters[i] if i < len(self.parameters) else f"args[{i}]": arg for i, arg in enumerate(args)}
+        found: dict[str, Any] = {}
+        for name, value in (named | kwargs).items():
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                found[name + pytree.keystr(path)] = leaf
+        return found
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Mapping[int, Any]) -> None:
+        """Refuse what is not as it was, by name."""
+        leaves = self._flatten(args, kwargs)
+        for name in self.leaves.keys() | leaves.keys():
+            if (name in leaves) != (name in self.leaves):
+                raise ValueError(f"argument {name} must be passed as it was at capture: {'added' if name in leaves else 'missing'}")
+        for name, leaf in leaves.items():
+            was = self.leaves[name]
+            if isinstance(leaf, Tensor) and isinstance(was, Tensor):
+                if leaf.data_ptr() != self.pointers[name] or leaf.shape != was.shape or leaf.stride() != was.stride():
+                    self._refuse_tensor(name, leaf, outputs)
+            elif type(leaf) is not type(was) or leaf != was:
+                raise ValueError(
+                    f"argument {name} changed from {was!r} to {leaf!r}: a captured graph holds the value that it was captured "
+                    "with; pass what changes as a tensor"
+                )
+
+    def _refuse_tensor(self, name: str, leaf: Tensor, outputs: Mapping[int, Any]) -> None:
+        mine = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(list(outputs.values())) if isinstance(t, Tensor)}
+        if leaf.untyped_storage().data_ptr() in mine:
+            raise ValueError(
+                f"argument {name} is an output of these graphs, in their memory pool, which the next replay overwrites: copy it "
+                "into a buffer of your own"
+            )
+        raise ValueError(
+            f"argument {name} moved from {_hex(self.pointers[name])} {list(self.leaves[name].shape)} to {_hex(leaf.data_ptr())} "
+            f"{list(leaf.shape)}: {REPLAYED}; copy into the captured tensor instead"
+        )
+
+
+@contextmanager
+def _unguarded(_: str) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def refuse_cold_start(step: str) -> Iterator[None]:
+    """Inside, whatever would compile raises a RuntimeError that names it: a capture must meet nothing for the first time."""
+    cold: list[str] = []
+
+    def met(*_: Any, **given: Any) -> bool:
+        cold.append(f"kernel {getattr(given.get('fn'), 'name', given.get('repr'))}")
+        raise RuntimeError(cold[-1])
+
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    before = getattr(runtime, "jit_cache_hook", None)
+    if runtime is not None:
+        runtime.jit_cache_hook = met
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    except Exception as error:
+        if not cold and "fail_on_recompile" not in str(error):
+            raise
+        what = cold[0] if cold else "a function compiled by torch.compile"
+        raise RuntimeError(
+            f"{step} met {what} for the first time under capture, where nothing can be compiled: it must take the same path "
+            f"each time, so that warming up reaches everything ({error})"
+        ) from error
+    finally:
+        if runtime is not None:
+            runtime.jit_cache_hook = before
+
+
+def _compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    if INTERPRETED or hasattr(step, "_torchdynamo_orig_callable") or isinstance(step, torch._dynamo.OptimizedModule):
+        return step
+    return torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+
+
+def _pointers(buffers: DecodeBuffers) -> tuple[list[str], list[int]]:
+    tensors = {name: t for name, t in buffers._buffers.items() if t is not None}
+    return list(tensors), list(map(Tensor.data_ptr, tensors.values()))
+
+
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """Names of what the step takes after buffers and batch_size."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:]
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return getattr(step, "__qualname__", type(step).__name__)
+
+
+def _hex(pointer: int | None) -> str:
+    return "nowhere" if pointer is None else f"{pointer:#x}"
