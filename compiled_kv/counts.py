@@ -19,6 +19,7 @@ READS = {
     aten.item.default: "a value",
     aten.is_nonzero.default: "a truth value",
     aten.equal.default: "a truth value",
+    aten.allclose.default: "a truth value",
     aten.nonzero.default: "a size",
     aten.masked_select.default: "a size",
     aten._unique2.default: "a size",
@@ -35,6 +36,7 @@ _SCATTERS = (
     aten.as_strided_scatter.default,
     aten.diagonal_scatter.default,
 )
+_UPDATES = (aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_add.default)
 _LAUNCHES = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
 
@@ -90,10 +92,17 @@ def kernel_behind(node: fx.Node) -> tuple[Any, dict[str, Any]]:
 
     if "compiled_kv_kernel" not in node.meta:
         kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+        node.meta["compiled_kv_autotuned"] = len(getattr(kernel, "configs", ())) > 1
         kernel = kernel if hasattr(kernel, "arg_names") and hasattr(kernel.fn, "__name__") else kernel.fn
         constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])  # type: ignore[arg-type]
         node.meta["compiled_kv_kernel"] = (kernel, dict(constants))
     return node.meta["compiled_kv_kernel"]
+
+
+def is_autotuned(node: fx.Node) -> bool:
+    """Whether a launch times several configurations of its kernel."""
+    kernel_behind(node)
+    return bool(node.meta["compiled_kv_autotuned"])
 
 
 def nodes(graphs: Sequence[fx.GraphModule]) -> Iterator[fx.Node]:
@@ -118,7 +127,7 @@ def host_read_of(node: fx.Node) -> HostRead | None:
         return HostRead(str(node.target), _READ_METHODS[str(node.target)], node)
     if node.op != "call_function":
         return None
-    if node.target in READS:
+    if node.target in READS and node.kwargs.get("output_size") is None:
         return HostRead(operator_name(node), READS[node.target], node)
     if node.target is aten.index.Tensor and any(map(_is_mask, node.args[1])):  # type: ignore[arg-type]
         return HostRead(operator_name(node), "a size", node)
@@ -130,7 +139,13 @@ def host_read_of(node: fx.Node) -> HostRead | None:
 def copies(graphs: Sequence[fx.GraphModule]) -> list[Copy]:
     """Copies left in `graphs` once they went through `reused`."""
     found = (node for node in nodes(graphs) if node.op == "call_function" and node.target in _COPIES + _SCATTERS)
-    return [Copy(operator_name(node), tensor_bytes(value_of(node)), node) for node in found]
+    return [Copy(operator_name(node), tensor_bytes(value_of(node)), node) for node in found if not _is_update(node)]
+
+
+def _is_update(node: fx.Node) -> bool:
+    """Whether a write-back is one of rows that Inductor, which lowers it to index_put, writes in place."""
+    source = node.args[1] if node.target is aten.copy_.default else None
+    return isinstance(source, fx.Node) and source.target in _UPDATES and source.args[0] is node.args[0]
 
 
 def reused(graph: fx.GraphModule) -> fx.GraphModule:
@@ -144,7 +159,7 @@ def reused(graph: fx.GraphModule) -> fx.GraphModule:
     from torch._inductor.fx_utils import FakeTensorUpdater
     from torch._inductor.virtualized import V
 
-    graph = copy.deepcopy(graph)
+    graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     values = [value for node in graph.graph.nodes if isinstance(value := value_of(node), Tensor)]
     with V.set_fake_mode(detect_fake_mode(values)):
         takes_module = "gm" in inspect.signature(FakeTensorUpdater).parameters  # torch 2.11 takes the graph

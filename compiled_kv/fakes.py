@@ -113,6 +113,8 @@ class Fakes:
         stack: list[tuple[Any, bool]] = [(root, moves)]
         while stack:
             value, moves = stack.pop()
+            if isinstance(value, torch.device) and moves and self.device is not None:
+                self._keep(value, self.device)  # what an object says of where its tensors are
             if isinstance(value, _LEAVES) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -18,6 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_kv import counts
 
+_BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
+_BREAK = re.compile(r"in user code at (.+):(\d+)\n")
+_NUMBER = re.compile(r"L\['(\w+)'\] == (-?[\d.]+(?:e-?\d+)?)")
+_PLACE = re.compile(r'File "(.+?)", line (\d+)')
+_SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 _ARGUMENT = re.compile(r"^L_args_(\d+)_")
 
 
@@ -39,6 +45,25 @@ class EagerRead:
     line: int
 
 
+@dataclass(frozen=True)
+class Recompile:
+    """A call that no compiled graph fitted: the guard that failed, in dynamo's words, and where it was made."""
+
+    reason: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A Python number that a graph was specialized on."""
+
+    name: str
+    value: Any
+    file: str
+    line: int
+
+
 class Recorder(logging.Handler):
     """A compiler backend that keeps each graph at each tier, and torch's word that an analysis fell back.
 
@@ -47,29 +72,54 @@ class Recorder(logging.Handler):
     """
 
     def __init__(self, fn: Callable[..., Any]):
-        super().__init__(logging.WARNING)
+        super().__init__(logging.DEBUG)
         self.parameters = _parameter_names(fn)
         self.dynamo: list[fx.GraphModule] = []
         self.aot: list[fx.GraphModule] = []
         self.settled: list[fx.GraphModule] = []
         self.fallbacks: list[str] = []
+        self.limits: list[str] = []
+        self.breaks: list[GraphBreak] = []
+        self.frozen: list[Frozen] = []
+        self.fed_back: list[fx.Node] = []
+        self.outputs: dict[int, Any] = {}
+        self.pending: dict[int, Any] = {}
         self.failure: BaseException | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """What torch would print of breaks and failures goes on record here instead."""
-        logger = logging.getLogger("torch._dynamo")
-        handlers, propagate = logger.handlers, logger.propagate
-        logger.handlers, logger.propagate = [self], False
+        loggers = [logging.getLogger(name) for name in ("torch._dynamo", _BREAK_LOG)]
+        before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+        for logger in loggers:
+            logger.handlers, logger.propagate = [self], False
+        loggers[1].setLevel(logging.DEBUG)
         try:
             yield
         finally:
-            logger.handlers, logger.propagate = handlers, propagate
+            for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+                logger.handlers, logger.propagate = handlers, propagate
+                logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "assuming every input is mutated" in record.getMessage():
+        text = record.getMessage()
+        if "assuming every input is mutated" in text:
             cause = record.exc_info[1] if record.exc_info else None
             self.fallbacks.append(f"{type(cause).__name__}: {cause}")
+        elif "recompile_limit" in text:
+            self.limits.append(text)
+        elif match := _BREAK.search(text):
+            reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
+            self.breaks.append(GraphBreak(reason, match[1], int(match[2])))
+
+    def guards(self, guards: Any) -> None:
+        """What dynamo calls with the guards of each graph."""
+        for guard in guards:
+            for code in guard.code_list or ():
+                match = _NUMBER.fullmatch(code)
+                if match and guard.user_stack and match[1] in self.parameters:
+                    place = guard.user_stack[-1]
+                    self.frozen.append(Frozen(match[1], match[2], place.filename, place.lineno or 0))
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile calls with each graph that dynamo made."""
@@ -77,7 +127,8 @@ class Recorder(logging.Handler):
 
         self.dynamo.append(graph)
         try:
-            return aot_autograd(fw_compiler=self.lower, keep_inference_input_mutations=True)(graph, inputs)
+            lower = aot_autograd(fw_compiler=self.lower, keep_inference_input_mutations=True)
+            return lower(_without_literals(graph), inputs)
         except Exception as error:
             self.failure = self.failure or error
             return graph.forward
@@ -93,7 +144,27 @@ class Recorder(logging.Handler):
             self.settled.append(counts.reused(graph))
         except Exception:  # Inductor's pass is no public face: without it copies are unknown, and said to be
             logging.getLogger(__name__).warning("copies are unknown: Inductor's reinplacing failed", exc_info=True)
-        return graph.forward
+        return self._watched(graph)
+
+    def _watched(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """`graph`, and a look at whether an argument is what a graph returned in an earlier call."""
+        inputs = graph.graph.find_nodes(op="placeholder")
+
+        def run(*args: Any) -> Any:
+            given = {_storage(value) for value in args}
+            self.fed_back += [node for node, value in zip(inputs, args, strict=True) if _storage(value) in self.outputs]
+            results = graph.forward(*args)
+            fresh = {_storage(value): value for value in results if _storage(value) not in given}
+            self.pending.update(fresh)
+            return results
+
+        return run
+
+    def end_call(self) -> None:
+        """The step has returned: what it made is from now on the result of an earlier call."""
+        self.outputs.update(self.pending)
+        self.outputs.pop(0, None)
+        self.pending = {}
 
     def _name_inputs(self, graph: fx.GraphModule) -> None:
         """Name inputs as the caller knows them; where the tiers differ in number the aot graph keeps its own."""
@@ -104,10 +175,34 @@ class Recorder(logging.Handler):
         if len(before) == len(after):
             for old, new in zip(before, after, strict=True):
                 new.meta["compiled_kv_name"] = old.meta["compiled_kv_name"]
+                new.meta["compiled_kv_static"] = "_dynamo_static_input_type" in old.meta.get("tensor_dict", {})
+                new.meta.setdefault("compiled_kv_users", list(old.users))
 
     def _parameter(self, match: re.Match[str]) -> str:
         index = int(match[1])
         return f"L_{self.parameters[index]}_" if index < len(self.parameters) else match[0]
+
+
+def _without_literals(graph: fx.GraphModule) -> fx.GraphModule:
+    """`torch.tensor(0.5, device="cuda")` as a fill: AOTAutograd cannot make such a tensor where there is no GPU."""
+    if torch.cuda.is_available() or not any(map(_is_literal, graph.graph.nodes)):
+        return graph
+    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in filter(_is_literal, copied.graph.nodes):
+        made = counts.value_of(node)
+        number = node.args[0]
+        while isinstance(number, list | tuple):
+            number = number[0] if number else 0
+        node.target, node.args = torch.full, (tuple(made.shape), number)
+        node.kwargs = {"dtype": made.dtype, "device": made.device}
+    copied.recompile()
+    return copied
+
+
+def _is_literal(node: fx.Node) -> bool:
+    made = counts.value_of(node)
+    literal = node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes
+    return literal and isinstance(made, torch.Tensor) and made.numel() <= 1 and made.device.type == "cuda"
 
 
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:
@@ -147,12 +242,31 @@ def recording_mode(reads: list[EagerRead]) -> FakeTensorMode:
             reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
         if func is counts.aten._local_scalar_dense.default:
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
-        if func is counts.aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func in _STAND_INS:
+            return _STAND_INS[func](*args, **kwargs)
         return dispatch(func, types, args, kwargs)
 
     mode.dispatch = recording  # type: ignore[method-assign]
     return mode
+
+
+def _unique(x: Any, *_: Any, **__: Any) -> Any:
+    return x.new_empty(x.numel()), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(x.numel(), dtype=torch.int64)
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    counts.aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
+    counts.aten.masked_select.default: lambda x, mask: x.new_empty(x.numel()),
+    counts.aten._unique2.default: _unique,
+    counts.aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape[0], dtype=torch.int64),
+    counts.aten.equal.default: lambda *_: True,
+    counts.aten.allclose.default: lambda *_, **__: True,
+    counts.aten.is_nonzero.default: lambda *_: True,
+}
+
+
+def _storage(value: Any) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
 
 
 def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -177,11 +291,29 @@ def _user_frame() -> tuple[str, int] | None:
     return None
 
 
-def graph_breaks() -> list[GraphBreak]:
-    """The breaks of the trace just made."""
+def graph_breaks(recorder: Recorder) -> list[GraphBreak]:
+    """The breaks of the trace just made, those that made dynamo leave a whole function alone among them."""
     from torch._dynamo.utils import graph_break_reasons
 
-    return [_graph_break(reason) for reason in graph_break_reasons]
+    listed = [_graph_break(reason) for reason in graph_break_reasons]
+    places = {(each.file, each.line) for each in listed}
+    return listed + [each for each in recorder.breaks if (each.file, each.line) not in places]
+
+
+def recompiles() -> list[Recompile]:
+    """The guards that failed in the trace just made."""
+    from torch._dynamo.utils import guard_failures
+
+    return [_recompile(code, reason) for code, reasons in guard_failures.items() for reason in reasons]
+
+
+def _recompile(code: Any, reason: str) -> Recompile:
+    guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
+    place = list(_PLACE.finditer(reason))
+    if place:
+        return Recompile(guard, place[-1][1], int(place[-1][2]))
+    short = _SHORT_PLACE.search(reason)
+    return Recompile(guard, code.co_filename, int(short[2]) if short else code.co_firstlineno)
 
 
 def _graph_break(reason: Any) -> GraphBreak:

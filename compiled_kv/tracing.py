@@ -22,7 +22,17 @@ from torch import fx
 
 from compiled_kv import counts
 from compiled_kv.fakes import Fakes, host
-from compiled_kv.recording import EagerRead, GraphBreak, Recorder, compiler, graph_breaks, recording_mode
+from compiled_kv.recording import (
+    EagerRead,
+    Frozen,
+    GraphBreak,
+    Recompile,
+    Recorder,
+    compiler,
+    graph_breaks,
+    recompiles,
+    recording_mode,
+)
 from compiled_kv.targets import Target
 
 __all__ = ["Graphs", "capture", "host"]
@@ -41,6 +51,10 @@ class Graphs:
     eager_reads: tuple[EagerRead, ...] = ()
     fallbacks: tuple[str, ...] = ()
     stopped: BaseException | None = None
+    recompiles: tuple[Recompile, ...] = ()
+    limits: tuple[str, ...] = ()
+    frozen: tuple[Frozen, ...] = ()
+    fed_back: tuple[fx.Node, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -102,10 +116,15 @@ def capture(
 
 
 def trace(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, target: str | None, dynamic: bool | None,
-    fullgraph: bool = False, settings: Mapping[str, Any] | None = None,
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, target: str | None,
+    dynamic: bool | None, fullgraph: bool = False, settings: Mapping[str, Any] | None = None,
+    more: Sequence[Sequence[Any]] = (), repeat: int = 1,
 ) -> Graphs:  # fmt: skip
-    """`capture` with torch.compile's `fullgraph` and dynamo's settings; an error of `fn` ends up in `stopped`."""
+    """`capture` with torch.compile's `fullgraph` and dynamo's settings; an error of `fn` ends up in `stopped`.
+
+    The step is called `repeat` times with its arguments, then once with each of `more`, to see what makes it compile
+    again; the graphs are those of the first call.
+    """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("capture cannot trace interpreted kernels: use a process where TRITON_INTERPRET is not set")
     where = Target.parse(target) if target else None
@@ -114,24 +133,36 @@ def trace(
     fakes = Fakes(mode, where.device if where else None)
     args, kwargs = fakes.arguments(tuple(args)), fakes.arguments(dict(kwargs))
     step = fakes.callable(fn)
+    others = [(fakes.arguments(tuple(each)), kwargs) for each in more]
     seen = where or _target_of(fakes)
-    stopped = None
+    stopped, first = None, None
     with compiler(settings or {}), seen.active(), recorder.listening(), mode, torch.no_grad():
         try:
-            torch.compile(step, backend=recorder.backend, dynamic=dynamic, fullgraph=fullgraph)(*args, **kwargs)
+            compiled = torch._dynamo.optimize(
+                recorder.backend, nopython=fullgraph, dynamic=dynamic, guard_export_fn=recorder.guards
+            )(step)
+            for given, named in [(args, kwargs)] * repeat + others:
+                compiled(*given, **named)
+                recorder.end_call()
+                first = first or (len(recorder.dynamo), graph_breaks(recorder), len(recorder.frozen))
         except Exception as error:
             stopped = error
-        breaks = graph_breaks()
+        count, breaks, frozen = first or (len(recorder.dynamo), graph_breaks(recorder), len(recorder.frozen))
+        again = recompiles()
     return Graphs(
         target=seen.name,
         dynamic=dynamic,
-        dynamo=tuple(recorder.dynamo),
-        aot=tuple(recorder.aot),
-        settled=tuple(recorder.settled),
+        dynamo=tuple(recorder.dynamo[:count]),
+        aot=tuple(recorder.aot[:count]),
+        settled=tuple(recorder.settled[:count]),
         graph_breaks=tuple(breaks),
         eager_reads=tuple(reads),
         fallbacks=tuple(dict.fromkeys(recorder.fallbacks)),
         stopped=stopped or recorder.failure,
+        recompiles=tuple(again),
+        limits=tuple(recorder.limits),
+        frozen=tuple(recorder.frozen[:frozen]),
+        fed_back=tuple(dict.fromkeys(recorder.fed_back)),
     )
 
 

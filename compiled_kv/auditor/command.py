@@ -1,0 +1,71 @@
+"""`compiled-kv audit MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from compiled_kv.auditor.audit import StepError, audit
+from compiled_kv.auditor.entry import EntryError, examples, load
+from compiled_kv.auditor.findings import SEVERITIES, Report
+
+
+class Refused(click.ClickException):
+    """Bad input: one line, exit status 2."""
+
+    exit_code = 2
+
+
+def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]:
+    if not text:
+        return []
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"must be numbers with commas between, got {text!r}") from None
+
+
+@click.command("audit")
+@click.argument("entry", metavar="MODULE:FUNCTION")
+@click.option("--target", default="cuda:sm_90", show_default=True, help="cpu, cuda, cuda:sm_NN or hip:gfxNNN")
+@click.option("--dynamic/--static", default=None, help="torch.compile's dynamic; neither: what a first call does")
+@click.option("--batch-sizes", callback=sizes, help="call FUNCTION(size) and the step for each, e.g. 1,2,8")
+@click.option("--fullgraph", is_flag=True, help="compile the step with fullgraph=True too")
+@click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
+@click.option("--html", type=click.Path(path_type=Path), help="write the report as one page")
+@click.option("--fail-on", type=click.Choice(SEVERITIES), default="warning", show_default=True)
+def command(
+    entry: str, target: str, dynamic: bool | None, batch_sizes: list[int], fullgraph: bool, as_json: bool,
+    html: Path | None, fail_on: str,
+) -> None:  # fmt: skip
+    """Audit the step that FUNCTION returns, as (step, arguments): does it compile whole, and what keeps it from that?
+
+    Exit status: 0 clean, 1 findings, 2 bad input.
+    """
+    try:
+        first, *others = examples(load(entry), batch_sizes)
+        report = audit(
+            first.step, *first.args, target=target, dynamic=dynamic, fullgraph=fullgraph,
+            batches=[each.args for each in others], **first.kwargs,
+        )  # fmt: skip
+    except (EntryError, StepError, TypeError, ValueError) as error:
+        raise Refused(str(error)) from None
+    if html:
+        from compiled_kv.auditor.page import page
+
+        html.write_text(page(report), encoding="utf-8")
+    _print(report, as_json)
+    raise SystemExit(1 if report.at_least(fail_on) or not report.is_whole else 0)
+
+
+def _print(report: Report, as_json: bool) -> None:
+    if as_json:
+        click.echo(report.to_json())
+        return
+    try:
+        from compiled_kv.auditor.terminal import show
+    except ImportError:
+        click.echo(str(report))
+    else:
+        show(report)

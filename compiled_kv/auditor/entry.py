@@ -1,0 +1,70 @@
+"""`MODULE:FUNCTION` on a command line: the step to audit, and example arguments for it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Example(NamedTuple):
+    """A step and the arguments to call it with."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class EntryError(Exception):
+    """What is wrong with MODULE:FUNCTION, in one line."""
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function that `MODULE:FUNCTION` names; MODULE may be a path that ends in .py.
+
+    Raises:
+        EntryError: there is no such module or function, or importing it fails.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise EntryError(f"the step must be given as MODULE:FUNCTION, got {name!r}")
+    path = Path(module_name)
+    if path.suffix == ".py":
+        sys.path.insert(0, str(path.parent.resolve()))
+        module_name = path.stem
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise EntryError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise EntryError(f"{module_name} has no function {function_name}")
+    return function  # type: ignore[no-any-return]
+
+
+def examples(function: Callable[..., Any], batch_sizes: Sequence[int] = ()) -> list[Example]:
+    """What `function` returns, once for each batch size if it takes one.
+
+    Raises:
+        EntryError: it returns something else than (step, arguments), or takes no batch size though some are given.
+    """
+    if not batch_sizes:
+        return [_checked(function())]
+    if not inspect.signature(function).parameters:
+        raise EntryError(f"--batch-sizes needs a {function.__name__}(batch_size) to call with each of them")
+    return [_checked(function(size)) for size in batch_sizes]
+
+
+def _checked(made: Any) -> Example:
+    rule = "the function must return (step, arguments) or (step, arguments, keyword arguments)"
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise EntryError(f"{rule}, got {type(made).__name__}")
+    step, args, kwargs = (*made, {})[:3]
+    if not callable(step) or not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
+        raise EntryError(f"{rule}, got ({', '.join(type(each).__name__ for each in made)})")
+    return Example(step, tuple(args), kwargs)

@@ -1,0 +1,111 @@
+"""What an audit says: findings, the evidence they rest on, and what could not be decided."""
+
+from __future__ import annotations
+
+import json
+import linecache
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SEVERITIES = ("note", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One hazard at one line of the step's code.
+
+    `severity` is "error" (the step is not whole, or waits for the host), "warning" (it costs time or breaks under
+    CUDA graphs) or "note" (nothing to mend today).
+    """
+
+    rule: str
+    severity: str
+    file: str
+    line: int
+    message: str
+    remedy: str
+
+    @property
+    def source(self) -> str:
+        """The line of code, without its indent."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file}:{self.line}: {self.severity}: {self.rule}\n"
+            f"    {self.source}\n    {self.message}\n    {self.remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on one step. `ok` is true on evidence alone: whole graphs, and no finding above a note."""
+
+    target: str
+    findings: tuple[Finding, ...]
+    graphs: int
+    nodes: int
+    launches: dict[str, int] | None
+    cloned_bytes: int | None
+    is_whole: bool
+    undecided: tuple[str, ...]
+    graph_texts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.is_whole and not self.at_least("warning")
+
+    def at_least(self, severity: str) -> list[Finding]:
+        """The findings of that severity and above."""
+        return [each for each in self.findings if SEVERITIES.index(each.severity) >= SEVERITIES.index(severity)]
+
+    def evidence(self) -> dict[str, str]:
+        """What was captured, in words."""
+        launches = "unknown" if self.launches is None else ", ".join(_times(*pair) for pair in self.launches.items())
+        return {
+            "target": self.target,
+            "graphs": f"{self.graphs}, {self.nodes} nodes" + ("" if self.is_whole else ", not whole"),
+            "kernel launches": launches or "none",
+            "bytes cloned": "unknown" if self.cloned_bytes is None else f"{self.cloned_bytes:,}",
+        }
+
+    def to_json(self) -> str:
+        """The whole report; `ok` included."""
+        findings = [{**asdict(each), "source": each.source} for each in self.findings]
+        return json.dumps({"ok": self.ok, **asdict(self), "findings": findings}, indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"{name:16} {value}" for name, value in self.evidence().items()]
+        lines += [f"{'undecided':16} {each}" for each in self.undecided]
+        lines += [f"\n{each}" for each in self.findings]
+        return "\n".join([*lines, "", self.verdict()])
+
+    def verdict(self) -> str:
+        """One line: ok, or how many findings of which severity."""
+        if self.ok:
+            return "ok: one graph holds the step, and nothing in it waits for the host"
+        counted = Counter(each.severity for each in self.findings)
+        found = ", ".join(
+            _plural(counted[severity], severity) for severity in reversed(SEVERITIES) if counted[severity]
+        )
+        return f"not ok: {found or 'the evidence is incomplete'}"
+
+
+def merge(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Each rule once a line, the gravest; in the order of the code, gravest first within a line."""
+    kept: dict[Any, Finding] = {}
+    for each in findings:
+        key = each.rule, each.file, each.line
+        if key not in kept or SEVERITIES.index(kept[key].severity) < SEVERITIES.index(each.severity):
+            kept[key] = each
+    return tuple(sorted(kept.values(), key=lambda each: (-SEVERITIES.index(each.severity), each.file, each.line)))
+
+
+def _times(name: str, count: int) -> str:
+    return name if count == 1 else f"{name} x{count}"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

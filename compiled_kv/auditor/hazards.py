@@ -1,0 +1,163 @@
+"""Rules over captured graphs, one a function: what makes the host wait, and what splits a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, fx
+
+from compiled_kv import counts
+from compiled_kv.auditor import places
+from compiled_kv.auditor.findings import Finding
+from compiled_kv.tracing import Graphs
+
+READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
+SHAPE_REMEDY = "keep the shape: torch.where or masked_fill over all rows, or a static bound and padding of -1"
+BREAK_REMEDY = "move it out of the step, or behind torch.compiler.is_compiling()"
+
+_READING_BREAKS = (
+    "generic_jump",
+    "Data-dependent",
+    "Data dependent operator",
+    "Tensor.item()",
+    "Could not guard on data",
+)
+_SHAPE_BREAKS = ("Dynamic shape operator", "nonzero", "DynamicOutputShape")
+_UNSAFE = ("synchronize", "empty_cache", "manual_seed", "pin_memory", "set_rng_state", "memory_stats", "mem_get_info")
+
+
+def graph_break(graphs: Graphs) -> Iterator[Finding]:
+    """Where dynamo stopped a graph; a break at a host read is reported as that read."""
+    for each in graphs.graph_breaks:
+        yield from _of_reason(each.reason, each.file, each.line)
+
+
+def stopped(graphs: Graphs) -> Iterator[Finding]:
+    """Where the trace ended early, under fullgraph=True above all."""
+    lowered = len(graphs.aot) == len(graphs.dynamo)
+    if graphs.stopped is not None and lowered and (place := places.of_text(str(graphs.stopped))):
+        yield from _of_reason(str(graphs.stopped), *place)
+
+
+def _of_reason(reason: str, file: str, line: int) -> Iterator[Finding]:
+    first = first_sentence(reason) or "dynamo gave no reason"
+    if any(text in reason for text in _UNSAFE):
+        yield _unsafe(first, file, line)
+    elif any(text in reason for text in _SHAPE_BREAKS):
+        message = "the size of the result depends on data: the host waits to learn it, and the graph breaks here"
+        yield Finding("data-dependent-shape", "error", file, line, message, SHAPE_REMEDY)
+    elif any(text in reason for text in _READING_BREAKS):
+        message = "the host waits for a value of the device here, and the graph breaks; only one branch was traced"
+        yield Finding("host-read", "error", file, line, message, READ_REMEDY)
+    else:
+        yield Finding("graph-break", "error", file, line, f"the graph breaks here: {first}", BREAK_REMEDY)
+
+
+def host_read(graphs: Graphs) -> Iterator[Finding]:
+    """Every spelling of a device value that becomes a Python one, in the graphs and between them."""
+    lowered = set()
+    for read in counts.host_reads(graphs.aot):
+        place = places.of_node(read.node)
+        lowered.add(place)
+        yield _read(read.operator, read.what, place)
+    for eager in graphs.eager_reads:
+        lowered.add((eager.file, eager.line))
+        what = next((what for op, what in counts.READS.items() if eager.operator == _name(op)), "a copy to the CPU")
+        yield _read(eager.operator, what, (eager.file, eager.line))
+    for read in counts.host_reads(graphs.dynamo):
+        place = places.of_node(read.node)
+        if place not in lowered:
+            yield (
+                _gone(read.operator, place)
+                if len(graphs.aot) == len(graphs.dynamo)
+                else _read(read.operator, read.what, place)
+            )
+
+
+def _name(operator: object) -> str:
+    return f"{operator.namespace}.{operator._opname}"  # type: ignore[attr-defined]
+
+
+def _read(operator: str, what: str, place: places.Place) -> Finding:
+    if what == "a size":
+        message = f"{operator}: the size of the result depends on data, so the host waits for the device"
+        return Finding("data-dependent-shape", "error", *place, message, SHAPE_REMEDY)
+    return Finding("host-read", "error", *place, f"{operator}: the host waits for {what} of the device", READ_REMEDY)
+
+
+def _gone(operator: str, place: places.Place) -> Finding:
+    message = f"{operator}: torch turned this read back into a tensor while compiling; eager code still waits for it"
+    return Finding("host-read", "note", *place, message, READ_REMEDY)
+
+
+def host_to_device_copy(graphs: Graphs) -> Iterator[Finding]:
+    """Fresh data that travels from the host to the device in every step."""
+    remedy = "make it once, outside the step, and keep it on the device (register_buffer), or build it with device="
+    for node in counts.nodes(graphs.aot):
+        source = [value for value in map(counts.value_of, node.all_input_nodes) if isinstance(value, Tensor)]
+        if node.op == "call_function" and _is_on(node, "cuda") and _moves(node) and any(_on(v, "cpu") for v in source):
+            message = f"{tensor_text(source[-1])} is copied from the host to the device here, in every step"
+            yield Finding("host-to-device-copy", "error", *places.of_node(node), message, remedy)
+    for node in counts.nodes(graphs.dynamo):
+        fresh = counts.operator_name(node) in ("tensor", "as_tensor") and not node.all_input_nodes
+        if node.op == "call_function" and fresh and _is_on(node, "cuda"):
+            message = "a tensor is made of Python numbers on the device here: a copy from the host in every step"
+            yield Finding("host-to-device-copy", "error", *places.of_node(node), message, remedy)
+
+
+def cpu_tensor(graphs: Graphs) -> Iterator[Finding]:
+    """A CPU tensor in a step for an accelerator: CUDA graphs are skipped, and its value is frozen or copied."""
+    remedy = "make it on the device of its neighbours, or pass a Python number"
+    for node in counts.nodes(graphs.aot):
+        if node.op != "call_function" or not _is_on(node, "cuda") or _moves(node):
+            continue
+        for source in node.all_input_nodes:
+            if _is_on(source, "cpu") and not _is_inlined(source):
+                text = tensor_text(counts.value_of(source))
+                message = f"{text} on the CPU meets tensors of the device; CUDA graphs are skipped for it"
+                yield Finding("cpu-tensor", "warning", *places.of_node(node), message, remedy)
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether a CPU tensor is a Python number of the step's own code, which the compiler writes into the kernel."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr" and counts.tensor_bytes(counts.value_of(node)) == counts.value_of(node).element_size()
+
+
+def unsafe_under_capture(graphs: Graphs) -> Iterator[Finding]:
+    """Calls that a CUDA graph cannot hold: synchronization, allocator and generator calls, autotuning."""
+    for node in [*counts.nodes(graphs.dynamo), *counts.nodes(graphs.aot)]:
+        name = counts.operator_name(node)
+        if node.op in ("call_function", "call_method") and any(text in name for text in _UNSAFE):
+            yield _unsafe(name, *places.of_node(node))
+        if counts.is_launch(node) and counts.is_autotuned(node):
+            yield _unsafe("an autotuned kernel, which times its configurations on first use", *places.of_node(node))
+
+
+def _unsafe(what: str, file: str, line: int) -> Finding:
+    message = f"{what}: not possible, or not repeated, while a CUDA graph is captured"
+    return Finding("unsafe-under-capture", "error", file, line, message, "call it outside the captured step")
+
+
+def _moves(node: object) -> bool:
+    return counts.operator_name(node) in ("aten._to_copy", "aten.copy_", "aten.copy", "prims.device_put")  # type: ignore[arg-type]
+
+
+def _is_on(node: object, kind: str) -> bool:
+    return _on(counts.value_of(node), kind)
+
+
+def _on(value: object, kind: str) -> bool:
+    return isinstance(value, Tensor) and value.device.type == kind
+
+
+def first_sentence(text: str) -> str:
+    """The first line of one of torch's messages, no longer than its first sentence."""
+    line = next(iter(text.strip().splitlines()), "")
+    return line.partition(". ")[0].rstrip(".")
+
+
+def tensor_text(value: Tensor) -> str:
+    """`a float32 tensor [4, 8]`."""
+    return f"a {str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"

@@ -1,0 +1,53 @@
+"""Which line of the caller's code a node of a graph, or an error of dynamo, comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
+
+Place = tuple[str, int]
+
+
+def of_text(text: str) -> Place | None:
+    """The innermost frame in a traceback that is neither torch's nor this package's."""
+    frames = [(match[1], int(match[2])) for match in _FRAME.finditer(text)]
+    users = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
+    outside = [frame for frame in users if not frame[0].startswith(_OWN)]
+    return next(iter(reversed(outside or users)), None)
+
+
+def of_node(node: fx.Node) -> Place:
+    """The line that made `node`; where the compiler made it, the line of what it works on."""
+    seen, queue = set[fx.Node](), [node]
+    while queue:
+        current = queue.pop(0)
+        if place := of_text(current.meta.get("stack_trace") or ""):
+            return place
+        seen.add(current)
+        queue += [each for each in current.all_input_nodes if each not in seen]
+    return ("", 0)
+
+
+def of_use(node: fx.Node) -> Place:
+    """The line that first uses an input."""
+    users = node.meta.get("compiled_kv_users") or list(node.users)
+    return next((of_node(user) for user in users if user.meta.get("stack_trace")), ("", 0))
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The input or value that `node` is a view of."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and _is_view(node):
+        node = node.args[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view

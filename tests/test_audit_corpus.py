@@ -1,0 +1,78 @@
+"""The planted corpus: every hazard found with its rule and line, however compiled; clean steps without a finding."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the corpus launches kernels")
+
+from compiled_kv.auditor import Report, audit
+from tests.audit_corpus import clean, hazards, library
+from tests.audit_corpus.arguments import arguments
+
+MARK = re.compile(r"# HAZARD (.+)$")
+WAYS = [(False, True), (False, False), (True, True), (True, False)]
+
+
+def planted(step: Any) -> set[tuple[str, str, int]]:
+    """(rule, file, line) of every mark in a step, and in the code of the library and modules that it calls."""
+    lines, first = inspect.getsourcelines(step)
+    marks = {(rule, step.__code__.co_filename, first + i) for i, line in enumerate(lines) for rule in rules(line)}
+    return marks or {
+        mark for name in step.__code__.co_names + tuple(inspect.signature(step).parameters) for mark in behind(name)
+    }
+
+
+def behind(name: str) -> set[tuple[str, str, int]]:
+    code = {
+        "longest": library.longest,
+        "drop_padding": library.drop_padding,
+        "router": library.Router,
+        "scaled": hazards.Scaled,
+    }
+    if name not in code:
+        return set()
+    lines, first = inspect.getsourcelines(code[name])
+    file = inspect.getsourcefile(code[name]) or ""
+    return {(rule, file, first + i) for i, line in enumerate(lines) for rule in rules(line)}
+
+
+def rules(line: str) -> list[str]:
+    match = MARK.search(line)
+    return match[1].split() if match else []
+
+
+def found(report: Report) -> set[tuple[str, str, int]]:
+    return {(each.rule, each.file, each.line) for each in report.findings}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["default", "scalars-off", "fullgraph", "fullgraph-scalars-off"])
+@pytest.mark.parametrize("name", hazards.HAZARDS)
+def test_hazard_is_found_with_its_rule_and_line(name: str, way: tuple[bool, bool]) -> None:
+    step = hazards.HAZARDS[name]
+    marks = planted(step)
+    assert marks
+    report = audit(step, *arguments(step), fullgraph=way[0], capture_scalars=way[1])
+    assert marks <= found(report), f"planted {marks - found(report)}\n{report}"
+    if name != "item" and name != "float_of" and name != "closure":
+        assert not report.ok
+
+
+@pytest.mark.parametrize("way", WAYS[::3], ids=["default", "fullgraph-scalars-off"])
+@pytest.mark.parametrize("name", clean.CLEAN)
+def test_clean_step_has_no_finding(name: str, way: tuple[bool, bool]) -> None:
+    step = clean.CLEAN[name]
+    report = audit(step, *arguments(step), fullgraph=way[0], capture_scalars=way[1])
+    assert report.findings == () and report.ok, report
+
+
+def test_corpus_is_large_enough() -> None:
+    marks = {mark for step in hazards.HAZARDS.values() for mark in planted(step)}
+    assert len(hazards.HAZARDS) >= 45 and len(clean.CLEAN) >= 25
+    assert len({rule for rule, _, _ in marks}) >= 11
+    assert Path(hazards.__file__).exists()
