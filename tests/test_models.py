@@ -159,5 +159,5 @@ def test_packed_slots_are_laid_out_by_row() -> None:
 
 
 def test_an_unknown_architecture_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="name must be one of llama, .*, got 'gpt'"):
+    with pytest.raises(ValueError, match=r"name must be one of llama, .*, got 'gpt'"):
         architecture("gpt")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -12,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..models import NAMES, architecture
 from .report import show
 from .serving import Result, serve
-from .trace import Lengths, TraceError, read_trace, synthetic_trace
+from .trace import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 from .workload import Workload, make_requests, plan
 
 
@@ -22,31 +24,30 @@ class TraceFailure(click.ClickException):
     exit_code = 2
 
 
+def option(*names: str, text: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(*names, help=text, show_default="default" in settings, **settings)
+
+
+COUNT = click.IntRange(min=1)
+
+
 @click.command()
-@click.option(
-    "--model", type=click.Choice([*NAMES, "all"]), default="llama", show_default=True, help="Architecture to serve."
-)
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option(
-    "--trace", type=click.Path(path_type=Path), help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens. Default: synthetic."
-)
-@click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Requests to serve.")
-@click.option(
-    "--scale",
-    type=click.FloatRange(min=0, min_open=True),
-    default=0.05,
-    show_default=True,
-    help="Factor on every length.",
-)
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of a step.")
-@click.option(
-    "--chunk", type=click.IntRange(min=2), default=16, show_default=True, help="Prompt tokens of a row in one step."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, prompts and the synthetic trace.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch's CPU kernels.")
-@click.option("--backend", default="inductor", show_default=True, help="Of torch.compile.")
-def demo(model: str, device: str, trace: Path | None, requests: int, scale: float, batch: int, chunk: int, seed: int,
-         threads: int, backend: str) -> None:  # fmt: skip
+@option("--model", type=click.Choice([*NAMES, "all"]), default="llama", text="Architecture to serve.")
+@option("--device", default="cpu", text="cpu or cuda.")
+@option("--trace", type=click.Path(path_type=Path), text=f"CSV: {','.join(COLUMNS)}. Without: a synthetic trace.")
+@option("--requests", type=COUNT, default=32, text="Requests to serve.")
+@option("--scale", type=click.FloatRange(min=0, min_open=True), default=0.05, text="Factor on every length.")
+@option("--batch", type=COUNT, default=8, text="Rows of a step.")
+@option("--chunk", type=COUNT, default=16, text="Prompt tokens that a row may put into one step.")
+@option("--pool", type=click.FloatRange(min=0), default=0.9, text="Pages, as a share of what a full batch needs.")
+@option("--draft-tokens", type=click.IntRange(min=0), default=0, text="Tokens a verify step reads; 0: no drafts.")
+@option("--seed", type=int, default=0, text="Of weights, prompts and the synthetic trace.")
+@option("--threads", type=COUNT, default=1, text="Of torch's CPU kernels.")
+@option("--backend", default="inductor", text="Of torch.compile.")
+def demo(
+    model: str, device: str, trace: Path | None, requests: int, scale: float, batch: int, chunk: int, pool: float,
+    draft_tokens: int, seed: int, threads: int, backend: str,
+) -> None:  # fmt: skip
     """Serve requests through one compiled graph a step, and compare every token with transformers' generate().
 
     Exit status 1 if a token differs or a step was not compiled whole, 2 for a trace that cannot be used.
@@ -54,7 +55,11 @@ def demo(model: str, device: str, trace: Path | None, requests: int, scale: floa
     torch.set_num_threads(threads)  # a second thread has nothing to win in models this small
     lengths = [row.scaled(scale) for row in load(trace, requests, seed)]
     names = NAMES if model == "all" else (model,)
-    workloads = {name: workload(name, lengths, batch, chunk, seed) for name in names}
+    workloads = {}
+    for name in names:
+        arch = architecture(name)
+        asked = make_requests(lengths, arch, seed)
+        workloads[name] = plan(asked, arch, batch=batch, chunk=chunk, draft_tokens=draft_tokens, pool=pool)
     console = Console()
     results = follow(console, workloads, seed=seed, device=device, backend=backend)
     show(results, console)
@@ -72,12 +77,6 @@ def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
         raise TraceFailure(str(error)) from None
     except OSError as error:
         raise TraceFailure(f"{trace}: {error.strerror}") from None
-
-
-def workload(name: str, lengths: list[Lengths], batch: int, chunk: int, seed: int) -> Workload:
-    """What the model of this name is to serve."""
-    arch = architecture(name)
-    return plan(make_requests(lengths, arch, seed), arch, batch=batch, chunk=chunk)
 
 
 def follow(console: Console, workloads: dict[str, Workload], *, seed: int, device: str, backend: str) -> list[Result]:

@@ -69,6 +69,13 @@ class Inputs:
         return self.tensors
 
 
+def extend_inputs(inputs: Inputs, runs: Sequence[Running], counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """`inputs` filled in with the next `counts` pending tokens of each run."""
+    ends = [run.cached + count for run, count in zip(runs, counts, strict=True)]
+    tokens = [run.tokens[run.cached : end] for run, end in zip(runs, ends, strict=True)]
+    return inputs.load(runs, tokens, ends)
+
+
 def _fill(buffer: Tensor, values: Sequence[Any]) -> None:
     buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype))
 
@@ -80,17 +87,15 @@ class PlainDecoder:
 
     def __init__(self, model: PagedCausalLM, backend: str = "inductor", *, batch: int, chunk: int) -> None:
         self.batch, self.chunk, device = batch, chunk, model.req_to_token.device
-        self.extend_inputs, self.decode_inputs = Inputs(batch, chunk, device, ragged=True), Inputs(batch, 1, device)
+        self.ragged, self.single = Inputs(batch, chunk, device, ragged=True), Inputs(batch, 1, device)
         self.steps = [CompiledStep("extend", model, backend), CompiledStep("decode", model, backend)]
-        for step, inputs in zip(self.steps, (self.extend_inputs, self.decode_inputs), strict=True):
+        for step, inputs in zip(self.steps, (self.ragged, self.single), strict=True):
             step(*inputs.tensors)  # compiles with no live row, which writes nothing
 
     def extend(self, runs: Sequence[Running], counts: Sequence[int]) -> list[int]:
-        ends = [run.cached + count for run, count in zip(runs, counts, strict=True)]
-        tokens = [run.tokens[run.cached : end] for run, end in zip(runs, ends, strict=True)]
-        logits = self.steps[0](*self.extend_inputs.load(runs, tokens, ends))
+        logits = self.steps[0](*extend_inputs(self.ragged, runs, counts))
         return logits[: len(runs), 0].argmax(-1).tolist()
 
     def decode(self, runs: Sequence[Running]) -> list[list[int]]:
-        inputs = self.decode_inputs.load(runs, [run.tokens[-1:] for run in runs], [run.cached + 1 for run in runs])
+        inputs = self.single.load(runs, [run.tokens[-1:] for run in runs], [run.cached + 1 for run in runs])
         return self.steps[1](*inputs)[: len(runs)].argmax(-1).tolist()

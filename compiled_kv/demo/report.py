@@ -13,12 +13,13 @@ LINES: dict[str, Callable[[Result], object]] = {
     "requests": lambda result: len(result.served),
     "tokens": lambda result: result.tokens,
     "tokens equal to the reference": lambda result: result.equal,
-    "steps": lambda result: ", ".join(f"{step.name} {step.calls}" for step in result.steps),
+    "steps": lambda result: "\n".join(f"{step.name} {step.calls}" for step in result.steps),
     "graphs compiled": lambda result: sum(len(step.graphs) for step in result.steps),
     "graph breaks": lambda result: result.graph_breaks,
     "host reads in the graph": lambda result: sum(step.host_reads for step in result.steps),
     "metadata launches a step": lambda result: max(step.metadata_launches for step in result.steps),
     "metadata launches": lambda result: sum(step.metadata_launches * step.calls for step in result.steps),
+    "drafts accepted": lambda result: _drafts(result),
     "preemptions": lambda result: result.preemptions,
     "pages shared": lambda result: result.shared_pages,
     "pages used / in the pool": lambda result: f"{result.pages_taken} / {result.workload.num_pages - 1}",
@@ -62,6 +63,10 @@ def complaints(result: Result) -> list[str]:
     if result.status:
         lines.append(f"status {result.status}: a length or slot was out of bounds")
     return lines
+
+
+def _drafts(result: Result) -> str:
+    return f"{result.drafts_accepted} / {result.drafts_verified}" if result.drafts_verified else "-"
 
 
 def _swa(result: Result) -> str:

@@ -13,6 +13,7 @@ from .baseline import generate
 from .decoding import PlainDecoder
 from .evidence import CompiledStep, graph_breaks
 from .loop import Loop
+from .speculative import SpeculativeDecoder
 from .workload import Workload
 
 Progress = Callable[[str, int], None]
@@ -33,6 +34,8 @@ class Result:
     swa_pages_taken: int
     status: int
     served: list[list[int]]
+    drafts_accepted: int
+    drafts_verified: int
     expected: list[list[int]] = field(default_factory=list)
 
     @property
@@ -64,28 +67,38 @@ def serve(name: str, workload: Workload, *, seed: int, device: str, backend: str
     """
     arch = architecture(name)
     reference = arch.build(seed, device)
-    model = arch.paged(
-        reference, workload.layout, max_reqs=2 * workload.batch,
-        num_pages=workload.num_pages, num_swa_pages=workload.num_swa_pages,
-    )  # fmt: skip
-    result = run(name, model, workload, backend, progress)
+    model = workload.paged(arch, reference)
+    draft = workload.paged(arch, arch.draft(reference)) if workload.layout.max_draft_tokens else None
+    result = run(name, model, workload, backend, progress, draft)
     for request in workload.requests:
         result.expected.append(generate(reference, request))
         progress(f"{name}: generate()", len(result.expected[-1]))
     return result
 
 
-def run(name: str, model: PagedCausalLM, workload: Workload, backend: str, progress: Progress) -> Result:
-    """Serve `workload` through the compiled steps of `model`."""
+def run(
+    name: str,
+    model: PagedCausalLM,
+    workload: Workload,
+    backend: str,
+    progress: Progress,
+    draft: PagedCausalLM | None = None,
+) -> Result:
+    """Serve `workload` through the compiled steps of `model`, and of `draft` where there is one."""
     breaks = graph_breaks()
     progress(f"{name}: compiling", 0)
     allocator = Allocator(model, workload.num_pages, workload.num_swa_pages)
-    decoder = PlainDecoder(model, backend, batch=workload.batch, chunk=workload.chunk)
+    decoder: PlainDecoder | SpeculativeDecoder
+    if draft is None:
+        decoder = PlainDecoder(model, backend, batch=workload.batch, chunk=workload.chunk)
+    else:
+        decoder = SpeculativeDecoder(model, draft, backend, batch=workload.batch, chunk=workload.chunk)
     loop = Loop(decoder, allocator, lambda count: progress(f"{name}: serving", count))
     start = time.perf_counter()
     served = loop.serve(workload.requests)
     seconds = time.perf_counter() - start
     return Result(
         name, workload, decoder.steps, graph_breaks() - breaks, seconds, loop.preemptions, allocator.shared_pages,
-        allocator.full.taken, allocator.swa.taken, int(model.status), served,
+        allocator.full.taken, allocator.swa.taken, int(model.status) | (int(draft.status) if draft else 0), served,
+        getattr(decoder, "accepted", 0), getattr(decoder, "drafted", 0),
     )  # fmt: skip

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..layout import KVLayout, ceil_div
-from ..models.step import SLIDING, Architecture, layer_types
+from ..models.step import SLIDING, Architecture, PagedCausalLM, layer_types
 from .requests import Request
 from .trace import Lengths
-
-PRESSURE = 0.9  # of the pages that a full batch of average requests would need
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,12 @@ class Workload:
     num_pages: int
     num_swa_pages: int
 
+    def paged(self, arch: Architecture, model: Any) -> PagedCausalLM:
+        """`model` over pools of this size, with more rows than a batch has."""
+        return arch.paged(
+            model, self.layout, max_reqs=2 * self.batch, num_pages=self.num_pages, num_swa_pages=self.num_swa_pages
+        )
+
 
 def make_requests(trace: Sequence[Lengths], arch: Architecture, seed: int) -> list[Request]:
     """Random prompts of the trace's lengths; every second one opens with the same tokens, a page and a bit."""
@@ -37,16 +42,20 @@ def make_requests(trace: Sequence[Lengths], arch: Architecture, seed: int) -> li
     return [Request(opening * (i % 2) + draw(row.context), row.generated) for i, row in enumerate(trace)]
 
 
-def plan(requests: list[Request], arch: Architecture, *, batch: int, chunk: int, draft_tokens: int = 0) -> Workload:
-    """Bounds that hold every request, and pools that hold the longest one, or `PRESSURE` of an average full batch."""
+def plan(
+    requests: list[Request], arch: Architecture, *, batch: int, chunk: int, draft_tokens: int, pool: float
+) -> Workload:
+    """Bounds that hold every request, and pools of `pool` times the pages that a full batch of average ones needs.
+
+    A pool always holds the longest request, so that one can finish whatever becomes of the others.
+    """
     window = arch.config.sliding_window if SLIDING in layer_types(arch.config) else None
-    longest, page_size = max(request.length for request in requests), arch.page_size
+    longest, page_size, chunk = max(request.length for request in requests), arch.page_size, max(chunk, draft_tokens)
     layout = KVLayout(page_size, ceil_div(longest, page_size) * page_size, draft_tokens, window)
     pages = [layout.num_pages(request.length + draft_tokens) for request in requests]
-    swa_pages = [min(count, ceil_div((window or 0) + max(chunk, draft_tokens), page_size) + 1) for count in pages]
-    num_swa_pages = _pool(swa_pages, batch) if window else 0
-    return Workload(requests, layout, batch, chunk, _pool(pages, batch), num_swa_pages)
+    sliding = [min(count, ceil_div((window or 0) + chunk, page_size) + 1) for count in pages]
 
+    def size(needed: Sequence[int]) -> int:
+        return 1 + max(max(needed), round(pool * batch * sum(needed) / len(needed)))
 
-def _pool(pages: Sequence[int], batch: int) -> int:
-    return 1 + max(max(pages), round(PRESSURE * batch * sum(pages) / len(pages)))
+    return Workload(requests, layout, batch, chunk, size(pages), size(sliding) if window else 0)

@@ -9,6 +9,7 @@ weights are the model's own. The step builds its metadata inside, in one launch,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,15 @@ class Architecture(NamedTuple):
         """The small model with random weights, float32, in eval mode."""
         torch.manual_seed(seed)
         return self.causal_lm(self.config).eval().to(device)
+
+    def draft(self, model: Any) -> Any:
+        """A draft for `model`: all of it but the last layer, in copies."""
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers -= 1
+        config.layer_types = layer_types(config)
+        draft = self.causal_lm(config).eval().to(model.device)
+        draft.load_state_dict(model.state_dict(), strict=False)
+        return draft
 
 
 class View(NamedTuple):
