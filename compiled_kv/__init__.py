@@ -6,6 +6,7 @@ from compiled_kv.lengths import seqlens
 from compiled_kv.metadata import decode_metadata
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.page_tables import flashmla_kv_indices, page_table
+from compiled_kv.schedules import flashmla_schedule
 from compiled_kv.slots import slot_mapping
 from compiled_kv.status import Status
 from compiled_kv.translation import translate_slots
@@ -17,6 +18,7 @@ __all__ = [
     "Status",
     "decode_metadata",
     "flashmla_kv_indices",
+    "flashmla_schedule",
     "page_table",
     "seqlens",
     "slot_mapping",

@@ -31,11 +31,15 @@ OUTPUTS = {
     "slot_mapping_ptr": "*i64",
     "swa_slot_mapping_ptr": "*i64",
     "out_ptr": "*i64",
+    "tile_scheduler_metadata_ptr": "*i32",
+    "num_splits_ptr": "*i32",
+    "scratch_ptr": "*i32",
 }
 INTS = {
     "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "seq_stride", "q_stride",
     "start_stride", "position_stride", "cu_stride", "slots_stride", "map_stride", "map_size", "page_row_stride",
     "swa_row_stride", "batch_size", "num_slots", "num_tokens", "width", "delta", "q_len", "cap", "pad_seqlen", "window",
+    "num_sm_parts", "overhead", "most",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -48,6 +52,10 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "BLOCK": (512,),
     "TOKENS": (128,),
     "SCAN": (1024,),
+    "BLOCK_SIZE": (64, 1, 48),
+    "IN_TOKENS": (False, True),
+    "LEGACY": (False, True),
+    "PARTS": (256,),
 }
 # Pointers that may be None, and those that are None together.
 OPTIONAL = [
@@ -117,6 +125,7 @@ def build(name: str, target: str) -> codegen.MachineCode:
 
 def test_every_operator_has_its_kernel():
     operators = {"decode_metadata", "page_table", "swa_page_table", "slot_mapping", "translate_slots", "seqlens"}
+    operators |= {"flashmla_schedule"}
     assert operators <= {name.strip("_").removesuffix("_kernel") for name in KERNELS}
 
 
