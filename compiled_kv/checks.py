@@ -142,6 +142,9 @@ def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | 
     if torch.compiler.is_compiling():
         _check_distinct_objects(outputs, everything)
         return
+    storages = {tensor.untyped_storage()._cdata for tensor in everything.values()}
+    if len(storages) == len(everything):
+        return
     spans = sorted((*_span(tensor), name) for name, tensor in everything.items() if tensor.numel() > 0)
     for index, (_, end, name) in enumerate(spans):
         for begin, _, other in spans[index + 1 :]:

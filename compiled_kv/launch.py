@@ -67,16 +67,19 @@ def launch(fn: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
     target[grid](**arguments)
 
 
-# Columns a program writes at a time: four loads in flight for each of 128 threads.
-BLOCK = 512
+# Columns a program writes at a time: eight loads in flight for each of 128 threads.
+BLOCK = 1024
 # Rows a prefix sum takes at a time.
 SCAN = 1024
 # Tokens a program finds slots for at a time.
 TOKENS = 128
-# Eight programs for each of 132 multiprocessors fill the device; more would only cost their own start.
-PROGRAMS = 1056
+# Sixteen programs for each of 132 multiprocessors fill the device; more would only cost their own start.
+PROGRAMS = 2112
 
 
 def programs_a_row(batch_size: int, width: int) -> int:
-    """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length."""
-    return torch.sym_max(1, torch.sym_min(ceil_div(width, BLOCK), ceil_div(PROGRAMS, batch_size + 1)))
+    """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length.
+
+    At least two: one looks up the row's slots while another looks up its pages.
+    """
+    return torch.sym_max(2, torch.sym_min(ceil_div(width, BLOCK), ceil_div(PROGRAMS, batch_size + 1)))

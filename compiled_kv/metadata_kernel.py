@@ -26,17 +26,6 @@ from compiled_kv.rows_triton import (
 
 
 @device_function
-def _tokens_before(q_lens_ptr, q_stride, rows, SCAN: tl.constexpr):
-    """Queries of the first `rows` rows."""
-    total = tl.zeros([], tl.int64)
-    for begin in range(0, rows, SCAN):
-        row = begin + tl.arange(0, SCAN)
-        queries = load_at(q_lens_ptr, row, q_stride, row < rows, 0)
-        total += tl.sum(clamped_queries(queries), 0)
-    return total
-
-
-@device_function
 def _write_slots(
     pool_row_ptr, pool_stride, pool_width, is_live, slots_ptr, slots_stride, num_slots, map_ptr, map_stride, map_size,
     slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, part, parts,
@@ -125,16 +114,23 @@ def decode_metadata_kernel(
         )  # fmt: skip
         report(bits, status_ptr, DEBUG)
         if slot_mapping_ptr is not None:
+            # The last program, whose share of a row's pages is the smallest, takes the first tokens.
+            turn = parts - 1 - part
             first_token = row.to(tl.int64) * q_len
             if q_lens_ptr is not None:
                 queries = tl.where(row < active, queries, 0)
-                if part * TOKENS < queries:
-                    first_token = _tokens_before(q_lens_ptr, q_stride, row, SCAN)
+                if turn * TOKENS < queries:
+                    # Loaded here and not in a device function: torch's mutation analysis follows a call's result to all
+                    # its pointers, and would take q_lens for an output.
+                    for begin in range(0, row, SCAN):
+                        other = begin + tl.arange(0, SCAN)
+                        q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < row, other=0)
+                        first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
             count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
             token_bits = _write_slots(
                 pool_row_ptr, pool_stride, pool_width, is_live, slots_ptr, slots_stride, num_slots, map_ptr,
                 map_stride, map_size,
-                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, part, parts,
+                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, turn, parts,
                 PAGE_SIZE, PAGE_MAP, TOKENS,
             )  # fmt: skip
             report(token_bits, status_ptr, DEBUG)

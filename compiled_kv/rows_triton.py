@@ -144,6 +144,15 @@ def report(bits, status_ptr, DEBUG: tl.constexpr):
 
 
 @device_function
+def _ends(counts, total, FITS_INT32: tl.constexpr):
+    """Inclusive sums of a chunk, after `total`."""
+    if FITS_INT32:
+        return total + tl.cumsum(counts.to(tl.int32), 0).to(tl.int64)
+    else:
+        return total + tl.cumsum(counts, 0)
+
+
+@device_function
 def prefix_sums(
     seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN: tl.constexpr,
@@ -160,27 +169,32 @@ def prefix_sums(
         in_batch = row < batch_size
         counted = in_batch & (row < active)
         live = counted
+        seq_len = load_at(seq_lens_ptr, row, seq_stride, in_batch, 0)
         if indices_ptr is not None:
             pool_row = load_at(indices_ptr, row, index_stride, in_batch, -1)
             live = counted & (pool_row >= 0) & (pool_row < pool_rows)
             bits |= tl.where(counted & (live == 0), BAD_ROW, 0)
-        seq_len = load_at(seq_lens_ptr, row, seq_stride, in_batch, 0)
         bits |= tl.where(live, length_bits(seq_len, delta, cap), 0)
         length = tl.where(live, clamped_length(seq_len, delta, cap), 0)
         tl.store(cache_seqlens_ptr + row, tl.where(live, length, pad_seqlen).to(tl.int32), mask=in_batch)
-        ends_k = total_k + tl.cumsum(length, 0)
-        total_k += tl.sum(length, 0)
+        # A chunk whose longest possible sum fits in 32 bits, the usual one, is scanned in 32: half the shuffles.
+        if cap <= INT32_MAX // SCAN:
+            ends_k = _ends(length, total_k, True)
+        else:
+            ends_k = _ends(length, total_k, False)
         if q_lens_ptr is not None:
             raw = load_at(q_lens_ptr, row, q_stride, counted, 0)
             bits |= tl.where(live & (raw < 0), NEGATIVE_LENGTH, 0)
             queries = clamped_queries(raw)
-            ends_q = total_q + tl.cumsum(queries, 0)
+            ends_q = _ends(queries, total_q, False)
             total_q += tl.sum(queries, 0)
         else:
             ends_q = tl.minimum(row.to(tl.int64) + 1, active) * q_len
         tl.store(cu_q_ptr + row + 1, tl.minimum(ends_q, INT32_MAX).to(tl.int32), mask=in_batch)
         tl.store(cu_k_ptr + row + 1, tl.minimum(ends_k, INT32_MAX).to(tl.int32), mask=in_batch)
         bits |= tl.where(in_batch & ((ends_q > INT32_MAX) | (ends_k > INT32_MAX)), SUM_OVERFLOW, 0)
+        if begin + SCAN < batch_size:  # nobody needs the carry of the last chunk
+            total_k += tl.sum(length, 0)
     # Last: before the scan, the predicate of these stores would be kept, and spilled, all through it.
     tl.store(cu_q_ptr, 0)
     tl.store(cu_k_ptr, 0)
