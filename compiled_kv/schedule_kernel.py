@@ -173,7 +173,7 @@ def _find(ruler_ptr, part, quota, active):
 
 @kernel
 def flashmla_schedule_kernel(
-    cache_seqlens_in_ptr, num_reqs_ptr, tile_scheduler_metadata_ptr, num_splits_ptr, scratch_ptr,
+    kv_lens_ptr, num_reqs_ptr, tile_scheduler_metadata_ptr, num_splits_ptr, scratch_ptr,
     len_stride, batch_size, num_sm_parts, overhead, most,
     BLOCK_SIZE: tl.constexpr, IN_TOKENS: tl.constexpr, LEGACY: tl.constexpr, DEBUG: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -183,14 +183,14 @@ def flashmla_schedule_kernel(
     bits = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, active, CHUNK):
         row = begin + tl.arange(0, CHUNK)
-        length = _length_at(cache_seqlens_in_ptr, len_stride, row, active)
+        length = _length_at(kv_lens_ptr, len_stride, row, active)
         bits |= tl.where((length + BLOCK_SIZE - 1) // BLOCK_SIZE > most, SUM_OVERFLOW, 0)
         total += tl.sum(tl.where(row < active, _blocks(length, most, BLOCK_SIZE) + overhead, 0), 0)
     report(bits, None, DEBUG)
     quota = tl.maximum((total + num_sm_parts - 1) // num_sm_parts, 1)
     line_ptr = scratch_ptr + batch_size + 1
     _lay_ruler(
-        cache_seqlens_in_ptr, len_stride, active, batch_size, scratch_ptr, line_ptr, line_ptr + batch_size + 1,
+        kv_lens_ptr, len_stride, active, batch_size, scratch_ptr, line_ptr, line_ptr + batch_size + 1,
         num_splits_ptr, quota, overhead, most, BLOCK_SIZE,
     )  # fmt: skip
     for begin in range(0, num_sm_parts, PARTS):
@@ -201,7 +201,7 @@ def flashmla_schedule_kernel(
         begin_block, end_block = tl.split(tl.reshape(block, [PARTS, 2]))
         cut_first, cut_last = begin_block > 0, end_block > 0
         end_req = tl.where(cut_last, end_req, end_req - 1)
-        length = _length_at(cache_seqlens_in_ptr, len_stride, end_req, active)
+        length = _length_at(kv_lens_ptr, len_stride, end_req, active)
         if IN_TOKENS:
             end_at = tl.where(cut_last, end_block * BLOCK_SIZE, length.to(tl.int32))
             begin_at = begin_block * BLOCK_SIZE

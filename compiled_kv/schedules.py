@@ -43,7 +43,7 @@ def _launch(
     batch_size = cache_seqlens.shape[0]
     scratch = num_splits.new_empty((2 * (batch_size + 1) + int(STAGED) * int(CHUNK),))
     launch(
-        flashmla_schedule_kernel, (1,), cache_seqlens_in_ptr=cache_seqlens, num_reqs_ptr=num_reqs,
+        flashmla_schedule_kernel, (1,), kv_lens_ptr=cache_seqlens, num_reqs_ptr=num_reqs,
         tile_scheduler_metadata_ptr=metadata, num_splits_ptr=num_splits, scratch_ptr=scratch,
         len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0], overhead=overhead,
         most=_most_blocks(batch_size, overhead), BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
