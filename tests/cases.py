@@ -71,6 +71,23 @@ def _bad_pool(**places: int) -> Tensor:
     return _with(batch().req_to_token, **places)
 
 
+def batch_of(size: int, **changes: Any) -> Batch:
+    """`size` rows of every kind, good ones, bad ones and padding; about three tokens for two rows."""
+    counts = [i % 3 for i in range(size)]
+    fields: dict[str, Any] = {
+        "rows": [i % 6 for i in range(size)],
+        "seq_lens": [i % 40 - 2 for i in range(size)],
+        "q_lens": counts,
+        "kv_start": [i % 9 for i in range(size)],
+        "positions": [i % 31 for i in range(size + size // 2)],
+        "cu_seqlens_q": [sum(counts[:i]) for i in range(size + 1)],
+        "slots": [100 + i for i in range(size + size // 2)],
+        "num_reqs": size - size // 4,
+        "num_tokens": size + size // 2 + 3,
+    }
+    return batch(**{**fields, **changes})
+
+
 CASES: dict[str, Batch] = {
     "plain": batch(),
     "distinct-sizes": batch(  # so that a graph compiled for it takes no two sizes for one
@@ -136,17 +153,7 @@ CASES: dict[str, Batch] = {
     "page-size-one": batch(page_size=1, max_draft_tokens=0),
     "page-size-seven": batch(page_size=7, seq_lens=[6, 7, 8], max_context_len=45),
     "page-beyond-the-context": batch(page_size=64, seq_lens=[5, 28, 29]),
-    "wide-batch": batch(
-        rows=[i % 6 for i in range(40)],
-        seq_lens=list(range(-2, 38)),
-        q_lens=[i % 4 for i in range(40)],
-        kv_start=[i % 9 for i in range(40)],
-        positions=list(range(60)),
-        cu_seqlens_q=[i + i // 4 for i in range(41)],
-        slots=list(range(100, 160)),
-        num_reqs=37,
-        num_tokens=58,
-    ),
+    "wide-batch": batch_of(40, num_reqs=37, num_tokens=63),
 }
 
 # Sizes of 0 and 1, which a graph compiled for other sizes may not serve.
