@@ -296,7 +296,9 @@ def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
     sizes = Sizes()
     sizes.device, sizes.device_of = buffers.inputs.device, "the buffers"
     for name, values in given.items():
-        sizes.check(f"batch.{name}", values, INTS, "n" if name in ("rows", "seq_lens", "generations", "q_lens") else "t")
+        sizes.check(
+            f"batch.{name}", values, INTS, "n" if name in ("rows", "seq_lens", "generations", "q_lens") else "t"
+        )
     _check_lengths(buffers, given)
 
 

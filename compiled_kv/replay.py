@@ -80,7 +80,9 @@ class DecodeGraphs:
         """
         if len(batch.rows) >= len(self._bucket):
             largest = self.batch_sizes[-1]
-            raise ValueError(f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(batch.rows)}")
+            raise ValueError(
+                f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(batch.rows)}"
+            )
         self._check(args, kwargs)
         return self._run(self.buffers.load(batch))
 
@@ -108,12 +110,16 @@ class DecodeGraphs:
     def _refuse_buffers(self) -> None:
         then, now = dict(zip(self._names, self._pointers)), dict(zip(*_pointers(self.buffers)))
         name = next(name for name in then | now if then.get(name) != now.get(name))
-        raise ValueError(f"buffers.{name} moved from {_hex(then.get(name))} to {_hex(now.get(name))}: {REPLAYED}; write into it instead")
+        raise ValueError(
+            f"buffers.{name} moved from {_hex(then.get(name))} to {_hex(now.get(name))}: {REPLAYED}; write into it instead"
+        )
 
     def _prepare(self) -> None:
         """Warm every bucket up, then capture each, largest first; no row is live, so that nothing real is written."""
         self.buffers.reset()
-        self.buffers.load(NOBODY._replace(**{name: () for name in ("q_lens", "slots") if getattr(self.buffers, name) is not None}))
+        self.buffers.load(
+            NOBODY._replace(**{name: () for name in ("q_lens", "slots") if getattr(self.buffers, name) is not None})
+        )
         sizes = self.batch_sizes[::-1]
         if self.on_cuda:
             with torch.cuda.device(self.buffers.inputs.device):
@@ -163,7 +169,9 @@ class Frozen:
         leaves = self._flatten(args, kwargs)
         for name in self.leaves.keys() | leaves.keys():
             if (name in leaves) != (name in self.leaves):
-                raise ValueError(f"argument {name} must be passed as it was at capture: {'added' if name in leaves else 'missing'}")
+                raise ValueError(
+                    f"argument {name} must be passed as it was at capture: {'added' if name in leaves else 'missing'}"
+                )
         for name, leaf in leaves.items():
             was = self.leaves[name]
             if isinstance(leaf, Tensor) and isinstance(was, Tensor):
@@ -176,7 +184,9 @@ class Frozen:
                 )
 
     def _refuse_tensor(self, name: str, leaf: Tensor, outputs: Mapping[int, Any]) -> None:
-        mine = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(list(outputs.values())) if isinstance(t, Tensor)}
+        mine = {
+            t.untyped_storage().data_ptr() for t in pytree.tree_leaves(list(outputs.values())) if isinstance(t, Tensor)
+        }
         if leaf.untyped_storage().data_ptr() in mine:
             raise ValueError(
                 f"argument {name} is an output of these graphs, in their memory pool, which the next replay overwrites: copy it "

@@ -19,14 +19,14 @@ from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.tracing import capture
 from compiled_kv.updates import clear_held, new_held, update_metadata
-from tests.cases import DEVICES, LAYOUT, batch, pool_of_pages
+from tests.cases import CASES, DEVICES, LAYOUT, batch, pool_of_pages
 from tests.conftest import INTERPRETED
 from tests.harness import Batch, bit_names
 from tests.strategies import Choices, batch_of, layout_of
 from tests.update_oracle import Tables
 
 CAPACITY, SPARE = 11, 2
-EXAMPLES = 60 if INTERPRETED else 300
+EXAMPLES = int(os.environ.get("COMPILED_KV_EXAMPLES", "200")) // 16 if INTERPRETED else 300
 traces = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
 devices = pytest.mark.parametrize("device", DEVICES)
 Call = dict[str, Any]
@@ -70,7 +70,9 @@ def call_of(batch: Batch, generations: Tensor, mode: dict[str, Any]) -> Call:
     return call | ({"num_tokens": batch.num_tokens} if mode["ragged"] else {})
 
 
-def sequence_of(data: bytes, layout: KVLayout | None = None, mode: dict[str, Any] | None = None, least: int = 0) -> list[Call]:
+def sequence_of(
+    data: bytes, layout: KVLayout | None = None, mode: dict[str, Any] | None = None, least: int = 0
+) -> list[Call]:
     """Calls on one set of tables: now the batch before grown or shrunk a little, now an unrelated one."""
     choices = Choices(data)
     layout = layout or layout_of(choices)
@@ -126,6 +128,7 @@ def test_any_sequence_compiled_equals_the_oracle(mode: str, device: str) -> None
         follow(sequence_of(data, LAYOUT, MODES[mode], least=2), device, compiled)
 
     with torch._dynamo.config.patch(recompile_limit=4):
+        follow([call_of(CASES["distinct-sizes"], torch.zeros(3, dtype=torch.int64), MODES[mode])], device, compiled)
         equals_the_oracle()
 
 
@@ -158,7 +161,9 @@ def steps(*batches: tuple[int, int, int]) -> Iterator[Call]:
 def test_only_what_changed_is_written(before: Any, after: Any, row: list[int], poisoned: str, device: str) -> None:
     """Columns that the first call filled are poisoned behind its back: what keeps the poison was not written."""
     rig = Rig(SMALL, device, 1, mapped=False)
-    first, second = ({k: v.to(device) if isinstance(v, Tensor) else v for k, v in c.items()} for c in steps(before, after))
+    first, second = (
+        {k: v.to(device) if isinstance(v, Tensor) else v for k, v in c.items()} for c in steps(before, after)
+    )
     update_metadata(**first, held=rig.held, out=rig.out)
     live = SMALL.num_pages(before[2])
     rig.out.page_table[0, :live] = -5
@@ -227,7 +232,11 @@ WRONG: list[tuple[str, Call, type[Exception], str]] = [
 @pytest.mark.parametrize(("change", "error", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
 def test_bad_input_is_refused_by_name_before_any_write(change: Call, error: type[Exception], message: str) -> None:
     rig = Rig(LAYOUT, "cpu", 40, mapped=False)
-    call = {**call_of(batch(), torch.zeros(3, dtype=torch.int64), {"mapped": "", "ragged": False, "padded": False, "given": False})}
+    call = {
+        **call_of(
+            batch(), torch.zeros(3, dtype=torch.int64), {"mapped": "", "ragged": False, "padded": False, "given": False}
+        )
+    }
     call |= {"held": rig.held, "out": rig.out}
     fields = {name: value for name, value in change.items() if name in DecodeMetadata._fields}
     call |= {"out": rig.out._replace(**fields)} if fields else change

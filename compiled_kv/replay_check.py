@@ -1,0 +1,325 @@
+"""Proof that a captured step stays right: play a scenario through capture and replay, compare every byte with Python ints.
+
+check_replay(decode_step, walk(serving("verify", window=64), steps=500))
+-> ReplayFault: stale tail in step 7 of story: page_table[2, 1] holds 9, expected 0: row 2 has 1 live columns
+   the shortest scenario that shows it:
+   join 17
+   step 1
+   ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_kv import counts
+from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.replay import DecodeGraphs, _compiled
+from compiled_kv.replay_reference import Difference, Expected, ReferenceBuffers
+from compiled_kv.scenarios import Event, Scenario, serving, shorter, story
+from compiled_kv.scheduler import NOWHERE, Scheduler, Serving, Write, play
+
+Step = Callable[..., Any]
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+def metadata_step(buffers: DecodeBuffers, batch_size: int) -> Any:
+    """A step that is nothing but its metadata."""
+    return buffers.metadata(batch_size)
+
+
+class ReplayFault(AssertionError):
+    """A captured step went wrong: `fault` is what by name, `scenario` the shortest found that shows it."""
+
+    def __init__(self, difference: Difference, step: int, scenario: Scenario) -> None:
+        self.fault, self.sentence, self.step, self.scenario = *difference, step, scenario
+        super().__init__(
+            f"{self.fault} in step {step} of {scenario.name}: {self.sentence}\n"
+            f"the shortest scenario found that shows it, {len(scenario.events)} events:\n{scenario}"
+        )
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What was played and compared without a difference."""
+
+    scenario: str
+    steps: int
+    requests: int
+    preemptions: int
+    buckets: tuple[int, ...]
+    values: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.scenario}: {self.steps} steps, {self.requests} requests, {self.preemptions} preemptions, buckets "
+            f"{list(self.buckets)}: {self.values} values compared, no difference"
+        )
+
+
+def check_replay(
+    decode_step: Step = metadata_step, scenario: Scenario | None = None, *, steps: int | None = None,
+    device: str | torch.device = "cpu", batch_sizes: Sequence[int] | None = None, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, backend: str | None = "inductor",
+    buffers: Callable[..., DecodeBuffers] = DecodeBuffers, graphs: Callable[..., DecodeGraphs] = DecodeGraphs,
+    outputs_every: int = 1, attempts: int = 150,
+) -> ReplayReport:  # fmt: skip
+    """Play `scenario` through `DecodeGraphs` and compare every buffer, and what the step returns, after every step.
+
+    Buffers are compared with Python ints from the scheduler's own lists, outputs with an eager run of the step on those. A host
+    read, an allocation (CUDA), a tensor that moves and a compilation after warm-up are faults too.
+
+    Args:
+        decode_step: as for `DecodeGraphs`.
+        scenario: from `scenarios`; the acceptance story by default.
+        steps: play this many only.
+        device: "cpu", where the step is compiled by `backend`, or a CUDA device, where it is captured.
+        batch_sizes: the buckets; powers of two up to the scenario's largest batch by default.
+        args, kwargs: what else the step takes; a callable is called anew before each step (how a caller's mistake is planted).
+        buffers, graphs: what to make them with.
+        outputs_every: compare outputs in every so many steps; 0 for never.
+        attempts: scenarios tried to find a shorter one that fails; 0 leaves it as it is.
+
+    Raises:
+        ReplayFault: with the fault by name and the shortest scenario found that shows it.
+    """
+    scenario = scenario or story(serving())
+    scenario = scenario if steps is None else scenario.first(steps)
+    eager = getattr(decode_step, "_torchdynamo_orig_callable", decode_step)
+    on_cpu = torch.device(device).type == "cpu"
+    step = _compiled(decode_step, backend) if on_cpu and backend is not None else decode_step
+    player = Player(
+        step, eager, torch.device(device), batch_sizes, tuple(args), dict(kwargs or {}), buffers, graphs, outputs_every
+    )
+    try:
+        return player.play(scenario)
+    except ReplayFault as fault:
+        if not attempts:
+            raise
+        found = fault
+    played = scenario.first(found.step)
+    events = shorter(played.events, lambda events: player.fails(replace(played, events=events), found.fault), attempts)
+    raise player.failure(replace(played, events=events)) or found
+
+
+class Player:
+    """Plays scenarios, each through buffers and graphs of its own."""
+
+    def __init__(
+        self, step: Step, eager: Step, device: torch.device, batch_sizes: Sequence[int] | None, args: tuple[Any, ...],
+        kwargs: dict[str, Any], buffers: Callable[..., DecodeBuffers], graphs: Callable[..., DecodeGraphs],
+        outputs_every: int,
+    ) -> None:  # fmt: skip
+        self.step, self.eager, self.device, self.batch_sizes = step, eager, device, batch_sizes
+        self.args, self.kwargs, self.make_buffers, self.make_graphs = args, kwargs, buffers, graphs
+        self.outputs_every = outputs_every
+
+    def fails(self, scenario: Scenario, fault: str) -> bool:
+        """Whether `scenario` shows this fault."""
+        found = self.failure(scenario)
+        return found is not None and found.fault == fault
+
+    def failure(self, scenario: Scenario) -> ReplayFault | None:
+        try:
+            self.play(scenario)
+        except ReplayFault as fault:
+            return fault
+        return None
+
+    def play(self, scenario: Scenario) -> ReplayReport:
+        """Every step of `scenario`.
+
+        Raises:
+            ReplayFault: on the first difference, the scenario as it was played.
+        """
+        given = scenario.serving
+        pools = make_pools(given, self.device)
+        buffers = self.make_buffers(
+            given.layout, pools["req_to_token"], max_batch_size=given.max_batch_size, q_len=given.queries,
+            ragged=given.mode == "extend", seq_len_delta=given.delta, full_to_swa=pools.get("full_to_swa"),
+            page_map=pools.get("page_map"),
+        )  # fmt: skip
+        number = 0
+        with naming(lambda difference: ReplayFault(difference, number, scenario)):
+            expected = Expected(given, buffers.held.shape[1])
+            self._look_for_reads(Expected(given, expected.parts), buffers)
+            sizes = self.batch_sizes or powers_of_two(given.max_batch_size)
+            graphs = self.make_graphs(self.step, buffers, sizes, *self._arguments(), backend=None)
+            scheduler, values = Scheduler(given), 0
+            for scheduler, planned in play(given, list(scenario.events)):
+                number += 1
+                apply(scheduler.take_writes(), pools)
+                if len(planned.rows) > graphs.batch_sizes[-1]:
+                    raise ValueError(f"batch_sizes must hold {len(planned.rows)} requests, got {graphs.batch_sizes}")
+                expected.step(planned, next(size for size in graphs.batch_sizes if size >= len(planned.rows)))
+                args, kwargs = self._arguments()
+                with watched(self.device, number):
+                    outputs = graphs(planned.batch, *args, **kwargs)
+                found = contents(buffers)
+                if difference := expected.compare(found):
+                    raise Different(difference)
+                values += buffers.inputs.numel() + sum(
+                    t.numel() for t in (*buffers.out(), buffers.held) if t is not None
+                )
+                if self.outputs_every and number % self.outputs_every == 0:
+                    self._compare_outputs(outputs, ReferenceBuffers(expected, buffers), expected, args, kwargs)
+        return ReplayReport(
+            scenario.name, number, scheduler.joined, scheduler.preemptions, tuple(graphs.batch_sizes), values
+        )
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def now(value: Any) -> Any:
+            return value() if callable(value) else value
+
+        return tuple(map(now, self.args)), {name: now(value) for name, value in self.kwargs.items()}
+
+    def _look_for_reads(self, expected: Expected, buffers: DecodeBuffers) -> None:
+        """One eager run with no live row, in which nothing may be read back."""
+        size = expected.serving.max_batch_size
+        expected.step(planned_nobody(expected.serving), size)
+        args, kwargs = self._arguments()
+        reference = ReferenceBuffers(expected, buffers)
+        with torch.no_grad(), FunctionReads(), DispatchReads():
+            self.eager(reference, size, *args, **kwargs)
+
+    def _compare_outputs(
+        self,
+        outputs: Any,
+        reference: ReferenceBuffers,
+        expected: Expected,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        with torch.no_grad():
+            wanted = self.eager(reference, expected.bucket, *args, **kwargs)
+        pairs = zip(pytree.tree_flatten_with_path(outputs)[0], pytree.tree_leaves(wanted), strict=True)
+        for (path, found), value in pairs:
+            if isinstance(found, Tensor):
+                try:
+                    torch.testing.assert_close(found, value, equal_nan=True)
+                except AssertionError as error:
+                    where = f"output{pytree.keystr(path)} differs from an eager run: {str(error).splitlines()[0]}"
+                    raise Different(Difference("wrong output", where)) from None
+
+
+class Different(Exception):
+    """A difference on its way to become a ReplayFault."""
+
+    def __init__(self, difference: Difference) -> None:
+        self.difference = difference
+        super().__init__(difference.sentence)
+
+
+# What an error of the step or of its graphs means, by a phrase in it.
+PHRASES = {
+    "for the first time under capture": "cold compile",
+    "fail_on_recompile": "cold compile",
+    "changed from": "frozen argument",
+    "is an output of these graphs": "output fed back",
+    " moved from ": "moved pointer",
+    "must not overlap": "overlapping outputs",
+    "synchronizing CUDA operation": "host read",
+    "operation not permitted when stream is capturing": "host read",
+    "operation failed due to a previous error during capture": "host read",
+}
+
+
+@contextmanager
+def naming(fault: Callable[[Difference], ReplayFault]) -> Iterator[None]:
+    """Turn what goes wrong inside into a ReplayFault, where it has a name."""
+    try:
+        yield
+    except Different as error:
+        raise fault(error.difference) from None
+    except (RuntimeError, ValueError) as error:
+        for phrase, name in PHRASES.items():
+            if phrase in str(error):
+                raise fault(Difference(name, str(error).splitlines()[0])) from error
+        raise
+
+
+@contextmanager
+def watched(device: torch.device, number: int) -> Iterator[None]:
+    """Inside, nothing may compile, wait for the device or, after the first step, allocate on it."""
+    if device.type != "cuda":
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+        return
+    before, mode = torch.cuda.memory_stats(device)["allocation.all.allocated"], torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    made = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
+    if made and number > 1:
+        raise Different(Difference("allocation", f"{made} allocations on the device in one step"))
+
+
+class FunctionReads(TorchFunctionMode):
+    """Refuses Python's ways to read a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            raise Different(Difference("host read", f"the step calls Tensor.{func.__name__}"))
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchReads(TorchDispatchMode):
+    """Refuses operators whose result is a number or a size that the host must know."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masked = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in counts.READS or masked:
+            raise Different(Difference("host read", f"the step calls {func}"))
+        return func(*args, **(kwargs or {}))
+
+
+def make_pools(given: Serving, device: torch.device) -> dict[str, Tensor]:
+    """The allocator's tensors: every slot and mapping none, the null page its own."""
+    page_size = given.layout.page_size
+    shapes = {"req_to_token": (given.max_reqs, given.layout.max_num_pages * page_size)}
+    if given.num_swa_pages:
+        shapes |= (
+            {"page_map": (given.num_pages,)} if given.page_map else {"full_to_swa": (given.num_pages * page_size,)}
+        )  # type: ignore[dict-item]
+    pools = {name: torch.full(shape, NOWHERE, dtype=torch.int64, device=device) for name, shape in shapes.items()}
+    for name, null in (("full_to_swa", page_size), ("page_map", 1)):
+        if name in pools:
+            pools[name][:null] = torch.arange(null)
+    return pools
+
+
+def apply(writes: list[Write], pools: Mapping[str, Tensor]) -> None:
+    """What the scheduler wrote since, in order."""
+    for name, row, start, values in writes:
+        line = pools[name][row] if pools[name].ndim == 2 else pools[name]
+        line[start : start + len(values)] = torch.tensor(values)
+
+
+def contents(buffers: DecodeBuffers) -> dict[str, Any]:
+    """Every buffer as nested lists."""
+    tensors = {name: t for name, t in buffers.out()._asdict().items() if t is not None}
+    inputs = buffers.inputs.tolist()
+    found: dict[str, Any] = {"inputs": {name: inputs[a:b] for name, (a, b) in buffers._places.items()}}
+    found |= {name: tensor.tolist() for name, tensor in tensors.items()}
+    return found | {"held": buffers.held.tolist(), "status": buffers.status.tolist()}
+
+
+def planned_nobody(given: Serving) -> Any:
+    """A step without a request."""
+    return next(planned for _, planned in play(given, [Event("step")]))
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4 ... and `most` itself."""
+    return sorted({min(1 << i, most) for i in range(most.bit_length() + 1)})
