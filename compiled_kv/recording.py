@@ -89,11 +89,12 @@ class Recorder(logging.Handler):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """What torch would print of breaks and failures goes on record here instead."""
-        loggers = [logging.getLogger(name) for name in ("torch._dynamo", _BREAK_LOG)]
+        loggers = [logging.getLogger(name) for name in ("torch._dynamo", _BREAK_LOG, "torch.__trace")]
         before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
         for logger in loggers:
             logger.handlers, logger.propagate = [self], False
         loggers[1].setLevel(logging.DEBUG)
+        loggers[2].handlers = []  # torch then leaves out its structured trace, which no one reads here
         try:
             yield
         finally:

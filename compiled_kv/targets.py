@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+DEFAULT_ARCH = 90
 _SM = re.compile(r"sm_(\d+)[a-z]?")
 _GFX = re.compile(r"gfx[0-9a-f]+")
 
@@ -58,6 +59,7 @@ class Target:
             if not self.is_cpu:
                 stack.enter_context(_cuda_guard())
                 stack.enter_context(_triton_driver(self.arch))
+                stack.enter_context(_capability(self.arch))
             yield
 
 
@@ -87,13 +89,31 @@ def _triton_driver(arch: int | str | None) -> Iterator[None]:
         if torch.cuda.is_available():
             yield
             return
-        arch = 90
+        arch = DEFAULT_ARCH
     before = driver._active
     driver._active = _TargetDriver(arch)
     try:
         yield
     finally:
         driver._active = before
+
+
+@contextmanager
+def _capability(arch: int | str | None) -> Iterator[None]:
+    """Model code asks torch for the device's capability to pick a kernel: let the target answer."""
+    if arch is None:
+        if torch.cuda.is_available():
+            yield
+            return
+        arch = DEFAULT_ARCH
+    digits = str(arch).removeprefix("gfx")
+    answer = (int(digits[:-1]), int(digits[-1])) if isinstance(arch, int) else (int(digits[0]), int(digits[1], 16))
+    before = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: answer
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = before
 
 
 _CUDA, _META = 1, 14  # c10::DeviceType

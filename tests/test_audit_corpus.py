@@ -68,7 +68,7 @@ def test_hazard_is_found_with_its_rule_and_line(name: str, way: tuple[bool, bool
 def test_clean_step_has_no_finding(name: str, way: tuple[bool, bool]) -> None:
     step = clean.CLEAN[name]
     report = audit(step, *arguments(step), fullgraph=way[0], capture_scalars=way[1])
-    assert report.findings == () and report.ok, report
+    assert report.findings == () and report.ok, str(report)
 
 
 def test_corpus_is_large_enough() -> None:

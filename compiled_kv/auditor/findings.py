@@ -39,7 +39,7 @@ class Finding:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The verdict on one step. `ok` is true on evidence alone: whole graphs, and no finding above a note."""
 
@@ -75,6 +75,9 @@ class Report:
         """The whole report; `ok` included."""
         findings = [{**asdict(each), "source": each.source} for each in self.findings]
         return json.dumps({"ok": self.ok, **asdict(self), "findings": findings}, indent=2)
+
+    def __repr__(self) -> str:
+        return f"Report({self.verdict()})"
 
     def __str__(self) -> str:
         lines = [f"{name:16} {value}" for name, value in self.evidence().items()]

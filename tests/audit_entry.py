@@ -1,0 +1,55 @@
+"""What `compiled-kv audit` is pointed at in the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _reading(pool: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
+    return pool[rows, : int(lens.max())] + 1
+
+
+def _whole(pool: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
+    return torch.where(torch.arange(64, device=lens.device) < lens[:, None], pool[rows], 0)
+
+
+def _arguments(batch_size: int) -> tuple[Tensor, ...]:
+    return (
+        torch.zeros(8, 64, dtype=torch.int32),
+        torch.zeros(batch_size, dtype=torch.int64),
+        torch.ones(batch_size, dtype=torch.int32),
+    )
+
+
+def reading(batch_size: int = 4) -> Any:
+    return _reading, _arguments(batch_size)
+
+
+def whole(batch_size: int = 4) -> Any:
+    return _whole, _arguments(batch_size)
+
+
+def fixed_size() -> Any:
+    return _whole, _arguments(4)
+
+
+def no_pair() -> Any:
+    return 3
+
+
+def no_callable() -> Any:
+    return 3, ()
+
+
+def raising() -> Any:
+    def step(x: Tensor) -> Tensor:
+        raise OverflowError("the step's own error")
+
+    return step, (torch.zeros(4),)
+
+
+def mismatched() -> Any:
+    return (lambda x: x @ x), (torch.zeros(2, 3),)

@@ -1,0 +1,125 @@
+"""`compiled-kv audit`, the page it writes, and the pytest plugin in a project of a user's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+click_testing = pytest.importorskip("click.testing")
+
+from compiled_kv.auditor.command import command  # noqa: E402
+
+pytest_plugins = ["pytester"]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = click_testing.CliRunner().invoke(command, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_clean_step_exits_0() -> None:
+    status, text = run("tests.audit_entry:whole")
+    assert status == 0 and "ok: one graph holds the step" in text
+
+
+def test_findings_exit_1_and_name_the_line() -> None:
+    status, text = run("tests.audit_entry:reading")
+    assert status == 1
+    assert "host-read" in text and "int(lens.max())" in text and "audit_entry.py:12" in text
+
+
+def test_fail_on_decides_what_counts() -> None:
+    assert run("tests.audit_entry:whole", "--batch-sizes", "4,5", "--fail-on", "warning")[0] == 1  # it compiles again
+    assert run("tests.audit_entry:whole", "--batch-sizes", "4,5", "--fail-on", "error")[0] == 0
+    assert run("tests.audit_entry:whole", "--batch-sizes", "4,5,16,33", "--dynamic")[0] == 0
+
+
+def test_json_holds_the_report() -> None:
+    report = json.loads(run("tests.audit_entry:reading", "--json")[1])
+    assert report["ok"] is False and report["graphs"] == 1
+    assert [each["rule"] for each in report["findings"]] == ["host-read"]
+
+
+def test_page_is_self_contained_and_shows_the_line(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    run("tests.audit_entry:reading", "--html", str(page))
+    text = page.read_text()
+    assert "<mark>   12  " in text and "host-read" in text and "_local_scalar_dense" in text
+    assert "http" not in text and "<script" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tests.audit_entry"], "the step must be given as MODULE:FUNCTION, got 'tests.audit_entry'"),
+        (["tests.absent:step"], "cannot import tests.absent: ModuleNotFoundError"),
+        (["tests.audit_entry:absent"], "tests.audit_entry has no function absent"),
+        (["tests.audit_entry:no_pair"], "the function must return (step, arguments)"),
+        (["tests.audit_entry:no_callable"], "got (int, tuple)"),
+        (["tests.audit_entry:raising"], "the step raised OverflowError: the step's own error"),
+        (["tests.audit_entry:mismatched"], "the step raised RuntimeError('a and b must have same reduction dim"),
+        (
+            ["tests.audit_entry:whole", "--target", "tpu"],
+            "target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got 'tpu'",
+        ),
+        (["tests.audit_entry:fixed_size", "--batch-sizes", "1,2"], "--batch-sizes needs a fixed_size(batch_size)"),
+        (["tests.audit_entry:whole", "--batch-sizes", "1,x"], "must be numbers with commas between, got '1,x'"),
+    ],
+    ids=lambda value: value[0].rpartition(":")[2] + "".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message_and_exits_2(arguments: list[str], message: str) -> None:
+    status, text = run(*arguments)
+    assert status == 2
+    assert message in text and "Traceback" not in text
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids, lens):
+        hidden = self.embed(ids)
+        {line}
+        return self.head(hidden * keep[:, None])
+"""
+TEST = """
+import torch
+from model import Decoder
+
+def test_step_compiles_whole(audit):
+    report = audit(Decoder(), torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
+    assert report.ok, str(report)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "passes"),
+    [("keep = lens < int(lens.max())", False), ("keep = lens < lens.max()", True)],
+    ids=["planted", "mended"],
+)
+def test_plugin_in_a_project_of_its_own(pytester: pytest.Pytester, line: str, passes: bool) -> None:
+    pytester.makepyfile(model=MODEL.format(line=line), test_model=TEST)
+    result = pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin")
+    result.assert_outcomes(passed=int(passes), failed=int(not passes))
+    if not passes:
+        result.stdout.fnmatch_lines(["*model.py:12: error: host-read*", f"*{line}*"])
+
+
+def test_plugin_compares_a_golden(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = TEST.replace("(audit)", "(assert_graph)").replace("report = audit(", "assert_graph(")
+    test = test.replace(", torch.ones(4, dtype=torch.int64))", ", torch.ones(4, dtype=torch.int64), golden='step.txt')")
+    test = test.replace("    assert report.ok, str(report)\n", "")
+    pytester.makepyfile(model=MODEL.format(line="keep = lens < lens.max()"), test_model=test)
+    monkeypatch.delenv("EXPECTTEST_ACCEPT", raising=False)
+    pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin").assert_outcomes(failed=1)
+    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
+    pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin").assert_outcomes(passed=1)
+    monkeypatch.delenv("EXPECTTEST_ACCEPT")
+    pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin").assert_outcomes(passed=1)
