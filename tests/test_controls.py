@@ -1,0 +1,179 @@
+"""Planted faults: each changes tokens, so the comparison with the reference would see a mistake of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compiled_kv as ckv
+from compiled_kv.demo import serving, speculative
+from compiled_kv.demo.allocator import Allocator, Holding
+from compiled_kv.demo.loop import Loop
+from compiled_kv.demo.requests import Request
+from compiled_kv.demo.trace import Lengths
+from compiled_kv.demo.workload import Workload, make_requests, plan
+from compiled_kv.models import architecture
+from compiled_kv.models.step import SLIDING, PagedCausalLM, View
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+GOOD = {"view": PagedCausalLM.view, "forward": PagedCausalLM.forward}
+
+
+def changed_view(change: Callable[[View], View], kind: str | None = None) -> Plant:
+    """A fault in what the layers (of one attention type) see of the step."""
+
+    def view(self: PagedCausalLM, of: str, *args: Any) -> View:
+        good = GOOD["view"](self, of, *args)
+        return change(good) if kind in (None, of) else good
+
+    return lambda patch: patch.setattr(PagedCausalLM, "view", view)
+
+
+def swapped_page(view: View) -> View:
+    """The first two rows exchange the first page they read."""
+    first = view.page_table[:, 0]
+    exchanged = torch.cat((first[:2].flip(0), first[2:]))[:, None]
+    return view._replace(page_table=torch.cat((exchanged, view.page_table[:, 1:]), dim=1))
+
+
+def slot_before(view: View) -> View:
+    """Each token is written one slot before its own."""
+    return view._replace(slots=torch.where(view.slots > 0, view.slots - 1, view.slots))
+
+
+def shorter_by_one(patch: pytest.MonkeyPatch) -> None:
+    def forward(
+        self: PagedCausalLM, token_ids: Tensor, rows: Tensor, seq_lens: Tensor, *args: Any, **more: Any
+    ) -> Tensor:
+        return GOOD["forward"](self, token_ids, rows, seq_lens - 1, *args, **more)
+
+    patch.setattr(PagedCausalLM, "forward", forward)
+
+
+def wider_window(patch: pytest.MonkeyPatch) -> None:
+    def view(self: PagedCausalLM, *args: Any) -> View:
+        layout = self.layout
+        assert layout.window is not None
+        self.layout = ckv.KVLayout(layout.page_size, layout.max_context_len, layout.max_draft_tokens, layout.window + 1)
+        good = GOOD["view"](self, *args)
+        self.layout = layout
+        return good
+
+    patch.setattr(PagedCausalLM, "view", view)
+
+
+def stale_sliding_id(patch: pytest.MonkeyPatch) -> None:
+    """A sliding page goes back while its window still needs it, and `full_to_swa` goes on naming it."""
+
+    def slide(self: Allocator, holding: Holding, length: int) -> None:
+        for page in holding.pages[holding.first_swa : length // self.page_size]:
+            if self.swa.release(self.swa_of[page]):
+                del self.swa_of[page]
+        holding.first_swa = length // self.page_size
+
+    patch.setattr(Allocator, "slide", slide)
+
+
+def forgotten_rollback(patch: pytest.MonkeyPatch) -> None:
+    """The cache is taken to hold every token that was verified, accepted or not."""
+
+    def decode(self: Loop) -> None:
+        runs = self.make_room([(run, self.decoder.lookahead) for run in self.running if run.pending == 1])
+        for run, tokens in zip(runs, self.decoder.decode(runs) if runs else ()):
+            run.cached += self.decoder.lookahead
+            self.settle(run, tokens)
+            run.tokens += [0] * max(run.cached + 1 - len(run.tokens), 0)
+
+    patch.setattr(Loop, "decode", decode)
+
+
+def verify_too_far(patch: pytest.MonkeyPatch) -> None:
+    shift_delta(patch, "verify")
+
+
+def draft_too_far(patch: pytest.MonkeyPatch) -> None:
+    shift_delta(patch, "draft-step")
+
+
+def shift_delta(patch: pytest.MonkeyPatch, step: str) -> None:
+    class Shifted(speculative.CompiledStep):
+        def __init__(self, name: str, *args: Any, seq_len_delta: int = 0) -> None:
+            super().__init__(name, *args, seq_len_delta=seq_len_delta + name.startswith(step))
+
+    patch.setattr(speculative, "CompiledStep", Shifted)
+
+
+def work_for(name: str, draft_tokens: int) -> Workload:
+    """Five requests with nothing in common, four at a time, each longer than two windows in the end."""
+    arch = architecture(name)
+    requests = make_requests([Lengths(20 + i, 32) for i in range(5)], arch, seed=5)
+    own = [Request(request.prompt[-(20 + i) :], request.new_tokens) for i, request in enumerate(requests)]
+    return plan(own, arch, batch=4, chunk=16, draft_tokens=draft_tokens, pool=0.9)
+
+
+def tokens_of(name: str, draft_tokens: int = 0) -> tuple[list[list[int]], int]:
+    """What the loop serves, and how many drafts were right; without a compiler, which a fault does not need."""
+    arch, work = architecture(name), work_for(name, draft_tokens)
+    model = arch.build(seed=5)
+    draft = work.paged(arch, arch.draft(model)) if draft_tokens else None
+    with compiler_off():
+        result = serving.run(name, work.paged(arch, model), work, "eager", lambda what, count: None, draft)
+    return result.served, result.drafts_accepted
+
+
+def compiler_off() -> AbstractContextManager[None]:
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def good() -> Callable[[str, int], tuple[list[list[int]], int]]:
+    """What is served where nothing is planted, once a model and kind of decoding."""
+    known: dict[tuple[str, int], tuple[list[list[int]], int]] = {}
+
+    def served(name: str, draft_tokens: int) -> tuple[list[list[int]], int]:
+        if (name, draft_tokens) not in known:
+            known[name, draft_tokens] = tokens_of(name, draft_tokens)
+        return known[name, draft_tokens]
+
+    return served
+
+
+FAULTS: dict[str, tuple[str, int, Plant]] = {
+    "one-page-swapped": ("llama", 0, changed_view(swapped_page)),
+    "one-length-short": ("llama", 0, shorter_by_one),
+    "one-slot-before": ("llama", 0, changed_view(slot_before)),
+    "one-latent-page-swapped": ("deepseek_v3", 0, changed_view(swapped_page)),
+    "one-sliding-page-swapped": ("gemma3", 0, changed_view(swapped_page, SLIDING)),
+    "window-off-by-one": ("gemma3", 0, wider_window),
+    "stale-sliding-id": ("gemma3", 0, stale_sliding_id),
+    "verify-delta-off-by-one": ("llama", 4, verify_too_far),
+    "rollback-forgotten": ("llama", 4, forgotten_rollback),
+}
+
+
+@pytest.mark.parametrize(("name", "draft_tokens", "plant"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_changes_tokens(
+    name: str, draft_tokens: int, plant: Plant, good: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, _ = good(name, draft_tokens)
+    plant(monkeypatch)
+    assert tokens_of(name, draft_tokens)[0] != served
+
+
+def test_a_draft_delta_off_by_one_changes_the_drafts_but_not_the_output(
+    good: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, accepted = good("llama", 4)
+    draft_too_far(monkeypatch)
+    changed, still_accepted = tokens_of("llama", 4)
+    assert still_accepted < accepted
+    assert changed == served
+
+
+def test_without_a_fault_speculative_and_plain_decoding_agree(good: Any) -> None:
+    assert good("llama", 4)[0] == good("llama", 0)[0]
