@@ -135,13 +135,22 @@ def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | 
     """Refuse outputs that overlap each other or an input, as far as can be seen where this runs.
 
     Eagerly: by address. While a graph is traced anything about storage would break it, so the public function
-    compares objects,
-    and the operator's fake implementation compares storages and offsets.
+    compares objects, and the operator's fake implementation compares storages and offsets.
     """
     everything = {**{k: v for k, v in inputs.items() if v is not None}, **outputs}
     if torch.compiler.is_compiling():
         _check_distinct_objects(outputs, everything)
-        return
+    else:
+        _check_distinct_spans(outputs, everything)
+
+
+def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
+    """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
+    if all(type(tensor) is FakeTensor for tensor in outputs.values()):
+        _check_distinct_spans(outputs, {**{k: v for k, v in inputs.items() if v is not None}, **outputs})
+
+
+def _check_distinct_spans(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
     storages = {tensor.untyped_storage()._cdata for tensor in everything.values()}
     if len(storages) == len(everything):
         return
@@ -152,12 +161,6 @@ def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | 
                 break
             if (name in outputs or other in outputs) and not _interleaved(everything[name], everything[other]):
                 _refuse(*((name, other) if name in outputs else (other, name)))
-
-
-def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
-    """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
-    if all(type(tensor) is FakeTensor for tensor in outputs.values()):
-        check_distinct(outputs, inputs)
 
 
 def _check_distinct_objects(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
