@@ -231,28 +231,34 @@ class DecodeBuffers(nn.Module):
             RuntimeError: on CUDA, another stream than the buffers' own is current.
         """
         ring = self._ring
-        if ring is None or ring.target is not self._buffers["inputs"]:
+        if ring is None or ring.target() is not self._buffers["inputs"]:
             ring = self._bind()
         if self._stream is not None and torch._C._cuda_getCurrentRawStream(self._device_index) != self._stream:
             self._refuse_stream()
-        rows, seq_lens = batch.rows, batch.seq_lens
-        if isinstance(rows, Tensor):
+        if isinstance(batch.rows, Tensor):
             return self._load_tensors(batch)
-        size = len(rows)
-        # What is sound is found so in a few calls; only what is not is looked at entry by entry.
-        if not (
-            size <= self.max_batch_size
-            and len(seq_lens) == len(batch.generations) == size
-            and self._plain == (batch.q_lens is None and batch.slots is None)
-            and self._plain
-            and (batch.token_ids is None or len(batch.token_ids) <= size * self.q_len)
-            and (size == 0 or (min(rows) >= 0 and max(rows) < self._pool_rows))
-            and (size == 0 or (min(seq_lens) >= 0 and max(seq_lens) <= self._longest))
-        ):
+        size = len(batch.rows)
+        if not self._is_sound(batch, size):
             check_batch(self, batch)
         ring.fill(size, batch)
         ring.send(self._heads[batch.token_ids is not None])
         return size
+
+    def _is_sound(self, batch: DecodeBatch, size: int) -> bool:
+        """Whether a glance finds nothing wrong; what it is not sure of is to be looked at entry by entry."""
+        rows, seq_lens, generations, q_lens, slots, token_ids = batch
+        try:
+            return (
+                self._plain
+                and q_lens is slots is None
+                and Tensor not in map(type, batch)
+                and len(seq_lens) == len(generations) == size <= self.max_batch_size
+                and (token_ids is None or len(token_ids) <= size * self.q_len)
+                and (size == 0 or (min(rows) >= 0 <= min(seq_lens)))
+                and (size == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
+            )
+        except TypeError:
+            return False
 
     def _load_tensors(self, batch: DecodeBatch) -> int:
         given = {name: values for name, values in batch._asdict().items() if values is not None}

@@ -42,10 +42,9 @@ class ReplayFault(AssertionError):
 
     def __init__(self, difference: Difference, step: int, scenario: Scenario) -> None:
         self.fault, self.sentence, self.step, self.scenario = *difference, step, scenario
-        super().__init__(
-            f"{self.fault} in step {step} of {scenario.name}: {self.sentence}\n"
-            f"the shortest scenario found that shows it, {len(scenario.events)} events:\n{scenario}"
-        )
+        where = f"in step {step} of {scenario.name}" if step else "before the first step"
+        shown = f"\nthe shortest scenario found that shows it, {len(scenario.events)} events:\n{scenario}" if step else ""
+        super().__init__(f"{self.fault} {where}: {self.sentence}{shown}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def check_replay(
     device: str | torch.device = "cpu", batch_sizes: Sequence[int] | None = None, args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None, backend: str | None = "inductor",
     buffers: Callable[..., DecodeBuffers] = DecodeBuffers, graphs: Callable[..., DecodeGraphs] = DecodeGraphs,
-    outputs_every: int = 1, attempts: int = 150,
+    outputs_every: int = 1, attempts: int = 300,
 ) -> ReplayReport:  # fmt: skip
     """Play `scenario` through `DecodeGraphs` and compare every buffer, and what the step returns, after every step.
 
@@ -103,7 +102,7 @@ def check_replay(
     try:
         return player.play(scenario)
     except ReplayFault as fault:
-        if not attempts:
+        if not attempts or fault.step == 0:
             raise
         found = fault
     played = scenario.first(found.step)

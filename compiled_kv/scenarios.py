@@ -180,6 +180,13 @@ def shorter(events: Sequence[Event], fails: Callable[[tuple[Event, ...]], bool],
             else:
                 begin += size
         size = size // 2
+    first, second = 0, 1
+    while first < len(best) and left > 0:  # a join and the finish that belongs to it go together
+        candidate = [event for index, event in enumerate(best) if index not in (first, second)]
+        if second < len(best) and tried(candidate):
+            best, first, second = candidate, 0, 1
+        else:
+            first, second = (first, second + 1) if second + 1 < len(best) else (first + 1, first + 2)
     for index, event in enumerate(best):
         for smaller in (event._replace(a=0), event._replace(a=1), event._replace(a=event.a // 2), event._replace(b=0)):
             candidate = [*best[:index], smaller, *best[index + 1 :]]

@@ -335,7 +335,10 @@ class Scheduler:
         self.running.remove(request)
 
     def _leave(self, request: Request) -> None:
-        self._trim(request, 0)
+        # The first page first: whoever takes them next gets them in another order.
+        for page, swa_page in zip(request.pages, request.swa_pages):
+            self._release(page, swa_page)
+        self.writes.append(Write("req_to_token", request.row, 0, [NOWHERE] * (len(request.pages) * self.page_size)))
         self.rows.append(request.row)
 
 

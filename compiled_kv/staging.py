@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -39,7 +40,8 @@ class Ring:
     """
 
     def __init__(self, target: Tensor, places: Mapping[int, tuple[int, int]], pads: Mapping[int, int]) -> None:
-        self.target, self.on_cuda, self.turn = target, target.device.type == "cuda", -1
+        # Weak: whoever looks into a module for its tensors is to find this one where it is registered.
+        self.target, self.on_cuda, self.turn = weakref.ref(target), target.device.type == "cuda", -1
         size = len(target)
         count = 2 * HALF if self.on_cuda else 1
         self.lines = [torch.zeros(size, dtype=torch.int64, pin_memory=self.on_cuda) for _ in range(count)]
@@ -69,7 +71,9 @@ class Ring:
     def send(self, size: int) -> None:
         """Copy the first `size` numbers of the line filled last to the target, on the current stream."""
         if size not in self.heads:
-            self.heads[size] = [(self.target[:size], line[:size]) for line in self.lines]
+            target = self.target()
+            assert target is not None
+            self.heads[size] = [(target[:size], line[:size]) for line in self.lines]
         head, line = self.heads[size][self.turn]
         head.copy_(line, non_blocking=True)
         if self.on_cuda and self.turn % HALF == HALF - 1:

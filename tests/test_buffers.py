@@ -1,0 +1,271 @@
+"""`DecodeBuffers` hold what was loaded, refuse what the host can see to be wrong, and move with their module."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compiled_kv import reference
+from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.layout import KVLayout
+from compiled_kv.staging import HALF, Ring
+from compiled_kv.tracing import capture
+from tests.cases import DEVICES, needs_cuda, pool_of_pages
+from tests.conftest import INTERPRETED
+
+devices = pytest.mark.parametrize("device", DEVICES)
+traces = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
+LAYOUT = KVLayout(page_size=4, max_context_len=24, max_draft_tokens=4, window=6)
+POOL, _ = pool_of_pages(6, 7, 4)
+MAP = torch.arange(4 * 50) % 90
+BATCH = DecodeBatch(rows=[3, 1], seq_lens=[9, 5], generations=[1, 4], token_ids=[11, 12])
+PLAIN: dict[str, Any] = {}
+VERIFY: dict[str, Any] = {"q_len": 4, "seq_len_delta": 4, "full_to_swa": MAP}
+RAGGED: dict[str, Any] = {"q_len": 3, "ragged": True, "pad_seqlen": 2}
+GIVEN: dict[str, Any] = {"given_slots": True, "page_map": MAP}
+MODES = {"plain": PLAIN, "verify": VERIFY, "ragged": RAGGED, "given": GIVEN}
+BATCHES = {
+    "plain": BATCH,
+    "verify": BATCH._replace(token_ids=[1, 2, 3, 4, 5, 6, 7, 8]),
+    "ragged": BATCH._replace(q_lens=[3, 1], token_ids=[1, 2, 3, 4]),
+    "given": BATCH._replace(slots=[50, -1]),
+}
+
+
+def make(mode: str = "plain", device: str = "cpu", batch_size: int = 4, **changes: Any) -> DecodeBuffers:
+    given = {**MODES[mode], **changes}
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    return DecodeBuffers(LAYOUT, POOL.to(device), max_batch_size=batch_size, **moved)
+
+
+def on(device: str, batch: DecodeBatch) -> DecodeBatch:
+    """The same batch as tensors on a device."""
+    return DecodeBatch(*(None if values is None else torch.tensor(values, device=device) for values in batch))
+
+
+def oracle(mode: str, batch: DecodeBatch, size: int) -> reference.Metadata:
+    """What the metadata of a bucket of `size` rows must be."""
+    given, padding = MODES[mode], [0] * (size - len(batch.rows))
+    call: dict[str, Any] = {"layout": LAYOUT, "num_reqs": torch.tensor(len(batch.rows))}
+    call |= {name: given[name] for name in ("seq_len_delta", "full_to_swa", "page_map", "pad_seqlen") if name in given}
+    call["q_len"] = torch.tensor([*batch.q_lens, *padding]) if batch.q_lens else given.get("q_len", 1)
+    if batch.q_lens:
+        call["num_tokens"] = size * given["q_len"]
+    if batch.slots:
+        call |= {"slots": torch.tensor([*batch.slots, *padding]), "num_tokens": size}
+    rows, lengths = torch.tensor([*batch.rows, *padding]), torch.tensor([*batch.seq_lens, *padding])
+    return reference.decode_metadata(POOL, rows, lengths, **call)[0]
+
+
+@devices
+@pytest.mark.parametrize("tensors", [False, True], ids=["ints", "tensors"])
+@pytest.mark.parametrize("mode", MODES)
+def test_metadata_of_a_loaded_batch(mode: str, tensors: bool, device: str) -> None:
+    buffers = make(mode, device)
+    buffers.inputs.fill_(77)
+    assert buffers.load(on(device, BATCHES[mode]) if tensors else BATCHES[mode]) == 2
+    for name, found, wanted in zip(
+        reference.Metadata._fields, buffers.metadata(3), oracle(mode, BATCHES[mode], 3), strict=True
+    ):
+        assert (found is None) == (wanted is None), name
+        if found is not None and wanted is not None:
+            assert found.tolist() == wanted.tolist(), name
+
+
+@devices
+def test_what_is_not_loaded_is_padding(device: str) -> None:
+    buffers = make(device=device)
+    buffers.load(DecodeBatch([3, 1, 2, 5], [9, 5, 7, 8], [1, 4, 2, 2], token_ids=[11, 12, 13, 14]))
+    for _ in range(2 * HALF):
+        buffers.load(BATCH)
+        assert buffers.num_reqs.tolist() == [2]
+        assert buffers.req_pool_indices.tolist() == [3, 1, -1, -1]
+        assert buffers.seq_lens.tolist() == [9, 5, 0, 0]
+        assert buffers.generations.tolist() == [1, 4, 0, 0]
+        assert buffers.token_ids.tolist() == [11, 12, 0, 0]
+
+
+@devices
+def test_tokens_on_the_device_are_left_alone(device: str) -> None:
+    buffers = make(device=device)
+    buffers.token_ids.copy_(torch.tensor([5, 6, 7, 8]))
+    buffers.load(BATCH._replace(token_ids=None))
+    assert buffers.token_ids.tolist() == [5, 6, 7, 8]
+    assert buffers.seq_lens.tolist() == [9, 5, 0, 0]
+
+
+WRONG = {
+    "too-many": ("plain", DecodeBatch([1] * 5, [1] * 5, [0] * 5), "batch.rows must hold at most max_batch_size=4 requests, got 5"),
+    "too-long": ("plain", DecodeBatch([1, 2], [3, 29], [0, 0]), "lengths[1]=29 needs 8 pages, has 7 (28 tokens)"),
+    "too-long-with-drafts": ("verify", DecodeBatch([1, 2], [3, 25], [0, 0]), "batch.seq_lens plus seq_len_delta=4: lengths[1]=29"),
+    "negative-length": ("plain", DecodeBatch([1], [-1], [0]), "batch.seq_lens[0] must be at least 0, got -1"),
+    "row-outside-the-pool": ("plain", DecodeBatch([1, 6], [3, 3], [0, 0]), "batch.rows[1] must be at most 5, got 6"),
+    "negative-row": ("plain", DecodeBatch([-1], [3], [0]), "batch.rows[0] must be at least 0, got -1"),
+    "few-lengths": ("plain", DecodeBatch([1, 2], [3], [0, 0]), "batch.seq_lens must have one entry for each of the 2 rows, got 1"),
+    "few-generations": ("plain", DecodeBatch([1, 2], [3, 3], [0]), "batch.generations must have one entry for each of the 2 rows"),
+    "no-queries": ("ragged", BATCH, "batch.q_lens must be given for these buffers, got none"),
+    "queries": ("plain", BATCH._replace(q_lens=[1, 1]), "batch.q_lens must be None for these buffers, got some"),
+    "many-queries": ("ragged", BATCH._replace(q_lens=[1, 4]), "batch.q_lens[1] must be at most 3, got 4"),
+    "no-slots": ("given", BATCH, "batch.slots must be given for these buffers, got none"),
+    "many-slots": ("given", BATCH._replace(slots=[1, 2, 3]), "batch.slots must have at most 2 entries, got 3"),
+    "many-tokens": ("plain", BATCH._replace(token_ids=[1, 2, 3]), "batch.token_ids must have at most 2 entries, got 3"),
+    "mixed": ("plain", BATCH._replace(seq_lens=torch.tensor([3, 3])), "batch.seq_lens must hold Python ints, as batch.rows does"),
+    "mixed-tensors": ("plain", on("cpu", BATCH)._replace(seq_lens=[3, 3]), "batch.seq_lens must be a tensor, got list"),
+    "float-tensor": ("plain", on("cpu", BATCH)._replace(seq_lens=torch.ones(2)), "batch.seq_lens must be int32 or int64, got float32"),
+    "tensor-on-meta": ("plain", on("meta", BATCH), "batch.rows must be on cpu, as the buffers is, got meta"),
+    "text": ("plain", DecodeBatch(["a"], [3], [0]), "batch.rows[0] must be an int, got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "batch", "message"), WRONG.values(), ids=WRONG.keys())
+def test_bad_batch_is_refused_by_name_before_any_write(mode: str, batch: DecodeBatch, message: str) -> None:
+    buffers = make(mode)
+    buffers.inputs.fill_(77)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        buffers.load(batch)
+    assert message in str(caught.value)
+    assert (buffers.inputs == 77).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
+        ({"q_len": 0}, "q_len must be at least 1, got 0"),
+        ({"seq_len_delta": -1}, "seq_len_delta must be at least 0, got -1"),
+        ({"pad_seqlen": 29}, "pad_seqlen must be at most 28, got 29"),
+        ({"full_to_swa": MAP, "page_map": MAP}, "exactly one of full_to_swa and page_map must be given, got both"),
+        ({"req_to_token": POOL[:, :20]}, "req_to_token must have at least 28 columns for this layout, got 20"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"req_to_token": POOL, "max_batch_size": 4, **changes}
+    with pytest.raises(ValueError, match=message):
+        DecodeBuffers(LAYOUT, **given)
+
+
+def test_buffers_stay_out_of_the_state() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), make("verify"))
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert {"1.page_table", "1.inputs", "1.held", "1.req_to_token"} <= {name for name, _ in model.named_buffers()}
+
+
+def test_a_float_cast_leaves_integers_alone() -> None:
+    buffers = make().to(torch.float16)
+    assert {t.dtype for t in buffers.buffers()} == {torch.int32, torch.int64}
+    assert buffers.load(BATCH) == 2
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda b: torch.load(_saved(b), weights_only=False)], ids=["copied", "pickled"])
+def test_a_copy_is_a_set_of_its_own(clone: Any) -> None:
+    buffers = make()
+    buffers.load(BATCH)
+    other = clone(buffers)
+    other.load(DecodeBatch([5], [3], [0]))
+    assert other.req_pool_indices.tolist() == [5, -1, -1, -1]
+    assert buffers.req_pool_indices.tolist() == [3, 1, -1, -1]
+
+
+def _saved(module: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return file
+
+
+def test_reset_forgets_everything() -> None:
+    buffers = make("verify")
+    fresh = {name: t.clone() for name, t in buffers.named_buffers()}
+    buffers.load(BATCHES["verify"])
+    buffers.metadata(4)
+    buffers.reset()
+    assert all(torch.equal(fresh[name], t) for name, t in buffers.named_buffers())
+
+
+def test_draft_steps_share_a_set() -> None:
+    """Several deltas in one step: each leaves the tables as its own lengths say."""
+    buffers = make("verify", q_len=1)
+    buffers.load(BATCH)
+    for delta in (1, 2, 3, 4, 1):
+        assert buffers.metadata(2, delta).cache_seqlens.tolist() == [9 + delta, 5 + delta]
+        wanted = reference.page_table(POOL, torch.tensor([3, 1]), torch.tensor([9 + delta, 5 + delta]), layout=LAYOUT)
+        assert buffers.page_table[:2].tolist() == wanted.tolist()
+
+
+def test_ring_pads_what_the_line_held_before() -> None:
+    target = torch.zeros(6, dtype=torch.int64)
+    ring = Ring(target, {0: (1, 3), 1: (3, 6)}, pads={0: -1})
+    for fields, line in [
+        (([7, 8], [4]), [2, 7, 8, 4, 0, 0]),
+        (([9], [1, 2, 3]), [2, 9, -1, 1, 2, 3]),
+        (([], None), [2, -1, -1, 1, 2, 3]),
+    ]:
+        ring.fill(2, fields)
+        ring.send(6)
+        assert target.tolist() == line
+
+
+@traces
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_step_is_one_launch_without_copies(mode: str, dynamic: bool) -> None:
+    pytest.importorskip("triton")
+
+    def step(buffers: DecodeBuffers, batch_size: int) -> Any:
+        return buffers.metadata(batch_size)
+
+    graphs = capture(step, make(mode), 3, target="cuda:sm_90", dynamic=dynamic)
+    assert graphs.is_whole
+    assert graphs.launches == {"update_metadata_kernel": 1}
+    assert graphs.copies == [] and graphs.host_reads == []
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_another_stream_is_refused() -> None:
+    buffers = make(device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="buffers belong to the stream they were made on"):
+        buffers.load(BATCH)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_moved_buffers_serve_their_new_device() -> None:
+    buffers = make("verify").cuda()
+    buffers.load(BATCHES["verify"])
+    assert buffers.metadata(2).cache_seqlens.tolist() == [13, 9]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_busy_device_still_reads_what_was_loaded() -> None:
+    """Kind 22: more loads than there are host lines, queued behind a device that sleeps."""
+    buffers = make(device="cuda")
+    seen = torch.zeros(50, 4, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    for step in range(50):
+        buffers.load(DecodeBatch([1, 2], [step % 28, step % 13], [0, 0]))
+        seen[step].copy_(buffers.seq_lens)
+    assert seen.tolist() == [[step % 28, step % 13, 0, 0] for step in range(50)]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_load_waits_for_nothing_and_allocates_nothing() -> None:
+    buffers = make(device="cuda")
+    for _ in range(40):
+        buffers.load(BATCH)
+    torch.cuda.set_sync_debug_mode("error")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    try:
+        for _ in range(40):
+            buffers.load(BATCH)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
