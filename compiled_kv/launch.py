@@ -67,10 +67,10 @@ def launch(fn: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
     target[grid](**arguments)
 
 
-# Columns a program writes at a time: eight loads in flight for each of 128 threads.
-BLOCK = 1024
+# Columns a program writes at a time: four loads in flight for each of 128 threads.
+BLOCK = 512
 # Rows a prefix sum takes at a time.
-SCAN = 1024
+SCAN = 256
 # Tokens a program finds slots for at a time.
 TOKENS = 128
 # Sixteen programs for each of 132 multiprocessors fill the device; more would only cost their own start.

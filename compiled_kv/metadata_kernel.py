@@ -71,7 +71,7 @@ def decode_metadata_kernel(
     map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap,
     pad_seqlen, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) - 1
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -110,7 +110,7 @@ def decode_metadata_kernel(
             swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
         bits = fill_row(
             pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size,
-            first_column(length, queries, window, PAGE_SIZE, WINDOWED), live, part, parts, PAGE_SIZE, PAGE_MAP, BLOCK,
+            first_column(length, queries, window, PAGE_SIZE, WINDOWED), live, part, parts, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, BLOCK,
         )  # fmt: skip
         report(bits, status_ptr, DEBUG)
         if slot_mapping_ptr is not None:

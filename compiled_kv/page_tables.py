@@ -38,7 +38,8 @@ from compiled_kv.status import DEBUG, Status
 def _page_table_kernel(
     req_to_token_ptr, req_pool_indices_ptr, kv_lens_ptr, kv_start_ptr, page_table_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, start_stride, page_row_stride,
-    width, cap, PAGE_SIZE: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    width, cap, PAGE_SIZE: tl.constexpr, CLEAR: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -53,7 +54,7 @@ def _page_table_kernel(
     page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
     bits = fill_row(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, start, is_live,
-        page_row_ptr, None, None, 0, 0, 0, live, part, parts, PAGE_SIZE, False, BLOCK,
+        page_row_ptr, None, None, 0, 0, 0, live, part, parts, PAGE_SIZE, False, UNIT_STRIDE, BLOCK,
     )  # fmt: skip
     report(bits, None, DEBUG)
     if CLEAR:
@@ -74,7 +75,7 @@ def _launch(
         index_stride=req_pool_indices.stride(0),
         len_stride=kv_lens.stride(0), start_stride=0 if kv_start is None else kv_start.stride(0),
         page_row_stride=out.stride(0), width=width, cap=cap,
-        PAGE_SIZE=page_size, CLEAR=clear, DEBUG=DEBUG, BLOCK=BLOCK,
+        PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG, BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -86,35 +86,44 @@ def swa_slot_of(slot, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constex
 def first_column(length, queries, window, PAGE_SIZE: tl.constexpr, WINDOWED: tl.constexpr):
     """First column that the row's first query may see."""
     if WINDOWED:
-        return tl.maximum(length - queries - window + 1, 0) // PAGE_SIZE
+        return (tl.maximum(length - queries - window + 1, 0) // PAGE_SIZE).to(tl.int32)
     else:
-        return tl.zeros([], tl.int64)
+        return tl.zeros([], tl.int32)
 
 
 @device_function
 def fill_row(
     pool_ptr, pool_stride, pool_width, start, is_live,
     page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, part, parts,
-    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write columns [0, live) of one row, `parts` programs taking turns; returns status bits of each lane.
 
     A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
     """
+    lane = tl.arange(0, BLOCK)
+    # With a unit stride the lanes of a thread lie at constant distances, which costs no registers.
+    step = tl.full([], 1, tl.int64) if UNIT_STRIDE else tl.zeros([], tl.int64) + pool_stride
+    lane_offset = lane.to(tl.int64) * PAGE_SIZE * step
+    start += tl.zeros([], tl.int64)
+    owned = tl.where(is_live, live, 0)
+    readable = tl.minimum(owned, (pool_width - start + PAGE_SIZE - 1) // PAGE_SIZE).to(tl.int32)
     bits = tl.zeros([BLOCK], tl.int32)
     for begin in range(part * BLOCK, live, parts * BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        in_row = column < live
-        position = start + column.to(tl.int64) * PAGE_SIZE
-        slot = tl.load(pool_ptr + position * pool_stride, mask=in_row & is_live & (position < pool_width), other=-1)
+        column = begin + lane
+        position = start + (begin + tl.zeros([], tl.int64)) * PAGE_SIZE
+        unread = tl.where(column < owned, -1, 0).to(pool_ptr.dtype.element_ty)
+        slot = tl.load(pool_ptr + position * step + lane_offset, mask=column < readable, other=unread)
         page = page_of(slot, PAGE_SIZE)
-        tl.store(page_ptr + column, tl.where(is_live, page, 0), mask=in_row)
-        bits |= tl.where(in_row & is_live & (page < 0), BAD_SLOT, 0)
+        tl.store(page_ptr + column, page, mask=column < live)
+        # Signs, not predicates, carry the bits: predicates of this many lanes would spill.
+        bits |= (page >> 31) & BAD_SLOT
         if swa_ptr is not None:
-            seen = in_row & is_live & (column >= first)
+            seen = (column >= first) & (column < owned)
             swa_page = swa_page_of(slot, page, map_ptr, map_stride, map_size, seen, PAGE_SIZE, PAGE_MAP)
-            tl.store(swa_ptr + column, tl.where(seen, swa_page, 0), mask=in_row)
-            bits |= tl.where(seen & (page >= 0) & (swa_page < 0), UNMAPPED, 0)
+            swa_page = tl.where(seen, swa_page, 0)
+            tl.store(swa_ptr + column, swa_page, mask=column < live)
+            bits |= (swa_page >> 31) & ~(page >> 31) & UNMAPPED
     return bits
 
 

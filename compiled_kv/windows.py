@@ -42,7 +42,7 @@ def _swa_page_table_kernel(
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, q_stride, map_stride, map_size,
     page_row_stride, swa_row_stride, width, cap, q_len, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -60,7 +60,7 @@ def _swa_page_table_kernel(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, 0, is_live,
         page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, first_column(length, queries, window, PAGE_SIZE,
         WINDOWED),
-        live, part, parts, PAGE_SIZE, PAGE_MAP, BLOCK,
+        live, part, parts, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, BLOCK,
     )  # fmt: skip
     report(bits, None, DEBUG)
     if CLEAR:
@@ -90,7 +90,7 @@ def _launch(
         map_size=map_.shape[0], page_row_stride=table.stride(0), swa_row_stride=swa_table.stride(0), width=width,
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
-        CLEAR=clear, DEBUG=DEBUG, BLOCK=BLOCK,
+        CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG, BLOCK=BLOCK,
     )  # fmt: skip
 
 

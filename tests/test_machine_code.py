@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from compiled_kv import codegen
+from compiled_kv import codegen, launch
 from compiled_kv.launch import kernel as compiled
 from compiled_kv.launch import tl
 
@@ -49,9 +49,10 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "WINDOWED": (True, False),
     "CLEAR": (True, False),
     "DEBUG": (False, True),
-    "BLOCK": (512,),
-    "TOKENS": (128,),
-    "SCAN": (1024,),
+    "UNIT_STRIDE": (True, False),
+    "BLOCK": (launch.BLOCK,),
+    "TOKENS": (launch.TOKENS,),
+    "SCAN": (launch.SCAN,),
     "BLOCK_SIZE": (64, 1, 48),
     "IN_TOKENS": (False, True),
     "LEGACY": (False, True),
