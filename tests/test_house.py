@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,18 +18,19 @@ PACKAGE = Path(__file__).parent.parent / "compiled_kv"
 
 # From the ground up; each may import those before it.
 GROUND = ("layout", "status", "checks", "launch", "rows_cpu", "rows_triton")
-TOOLS = {
-    "auditor", "codegen", "counts", "fakes", "goldens", "recording", "rendering", "replay", "targets", "tracing",
-}  # fmt: skip
+TOOLS = {"auditor", "codegen", "counts", "fakes", "goldens", "recording", "rendering", "targets", "tracing"}
+# Replay drives the persistent buffers, whatever step reads them.
+REPLAY = {"replay", "replay_check", "replay_reference", "scenarios", "scheduler"}
 OUTER = {"__init__", "__main__", "bench", "cli", "demo", "integrations", "models", "pytest_plugin"}
 ORACLES = {"reference"}
-EXTRAS = {"transformers", "rich", "click", "matplotlib"}
+COMMANDS = {"auditor.command", "auditor.terminal"}
+EXTRAS = {"transformers", "rich", "click", "matplotlib", "pytest"}
 
 FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-OPERATORS = {name.split(".")[0] for name in FILES} - {*GROUND, *TOOLS, *OUTER, *ORACLES}
+OPERATORS = {name.split(".")[0] for name in FILES} - {*GROUND, *TOOLS, *REPLAY, *OUTER, *ORACLES}
 
 
 def imports(tree: ast.AST, module: str) -> Iterator[str]:
@@ -77,14 +79,19 @@ def test_tools_know_no_particular_operator(part: str) -> None:
     assert imported_by(part) <= {*GROUND, *TOOLS} - {"rows_cpu", "rows_triton"}
 
 
+@pytest.mark.parametrize("part", sorted(REPLAY & {name.split(".")[0] for name in FILES}))
+def test_replay_knows_the_buffers_and_no_other_operator(part: str) -> None:
+    assert imported_by(part) <= {*GROUND, *TOOLS, *REPLAY, "buffers", "metadata_op"} - {"rows_cpu", "rows_triton"}
+
+
 @pytest.mark.parametrize("part", sorted(ORACLES))
 def test_an_oracle_shares_nothing_but_the_layout(part: str) -> None:
     assert imported_by(part) <= {"layout"}
 
 
-def test_only_the_outer_parts_import_optional_extras() -> None:
+def test_only_the_outer_parts_and_the_commands_import_optional_extras() -> None:
     users = {m for m, tree in FILES.items() if {name.split(".")[0] for name in imports(tree, m)} & EXTRAS}
-    assert {user for user in users if user.split(".")[0] not in OUTER} == set()
+    assert {user for user in users - COMMANDS if user.split(".")[0] not in OUTER} == set()
 
 
 def test_nothing_imports_in_a_circle() -> None:
@@ -97,6 +104,8 @@ def test_nothing_imports_in_a_circle() -> None:
 
 
 # Words that no compile-time parameter may be named by, for what they name changes from batch to batch.
+# UNIT_STRIDE is a flag: pools whose columns lie side by side, or not.
+FLAGS = {"UNIT_STRIDE"}
 RUNTIME_WORDS = {"bs", "batch", "stride", "strides", "len", "lens", "length", "lengths", "width", "rows", "reqs"}
 
 
@@ -114,7 +123,7 @@ def is_constexpr(arg: ast.arg) -> bool:
 def test_nothing_that_changes_with_the_batch_is_constexpr() -> None:
     parameters = list(kernel_parameters())
     assert parameters
-    constants = {(kernel, arg.arg) for kernel, arg in parameters if is_constexpr(arg)}
+    constants = {(kernel, arg.arg) for kernel, arg in parameters if is_constexpr(arg) and arg.arg not in FLAGS}
     assert {(k, name) for k, name in constants if set(name.lower().split("_")) & RUNTIME_WORDS} == set()
 
 
@@ -143,15 +152,15 @@ def test_no_runtime_argument_is_specialized() -> None:
                 assert free, f"{name}: {parameter.name} is specialized"
 
 
-WITHOUT_TRITON = """
+WITHOUT = """
 import sys
 
-class NoTriton:
+class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
-sys.meta_path.insert(0, NoTriton())
+sys.meta_path.insert(0, Absent())
 """
 
 CPU_BODIES = """
@@ -196,8 +205,21 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("script, said", SCRIPTS.values(), ids=SCRIPTS)
 def test_without_triton(script: str, said: str) -> None:
+    assert said in run(WITHOUT.format(absent={"triton"}) + script)
+
+
+def test_without_extras_every_inner_part_imports() -> None:
+    inner = [m for m in FILES if m.split(".")[0] not in OUTER - {"__init__"} and m not in COMMANDS]
+    modules = [f"compiled_kv.{module}".removesuffix(".__init__") for module in inner]
+    script = f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('imported all')"
+    assert "imported all" in run(WITHOUT.format(absent=EXTRAS) + script)
+
+
+def run(script: str) -> str:
+    """What a fresh process that runs `script` to its end prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON + script], cwd=PACKAGE.parent, capture_output=True, text=True
+        [sys.executable, "-c", script], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True
     )
-    assert said in ran.stdout, ran.stdout + ran.stderr
-    assert ran.returncode == 0
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
