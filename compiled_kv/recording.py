@@ -95,9 +95,11 @@ class Recorder(logging.Handler):
             logger.handlers, logger.propagate = [self], False
         loggers[1].setLevel(logging.DEBUG)
         loggers[2].handlers = []  # torch then leaves out its structured trace, which no one reads here
+        disabled, logging.root.manager.disable = logging.root.manager.disable, logging.NOTSET
         try:
             yield
         finally:
+            logging.root.manager.disable = disabled
             for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
                 logger.handlers, logger.propagate = handlers, propagate
                 logger.setLevel(level)

@@ -109,7 +109,7 @@ def test_plugin_in_a_project_of_its_own(pytester: pytest.Pytester, line: str, pa
     result = pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin")
     result.assert_outcomes(passed=int(passes), failed=int(not passes))
     if not passes:
-        result.stdout.fnmatch_lines(["*model.py:12: error: host-read*", f"*{line}*"])
+        result.stdout.fnmatch_lines(["*model.py:11: error: host-read*", f"*{line}*"])
 
 
 def test_plugin_compares_a_golden(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

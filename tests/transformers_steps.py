@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -52,9 +53,14 @@ def step(model: Any, input_ids: Any, position_ids: Any, cache: Any) -> Any:
     return model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
 
 
-def example(name: str, kind: str) -> tuple[Any, ...]:
+def example(name: str, kind: str, layers: int | None = None) -> tuple[Any, ...]:
     """Arguments for `step`: nothing is allocated, and the cache has seen one token."""
     cls, config = MODELS[name]
+    if layers is not None:
+        config = copy.deepcopy(config)
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     with torch.device("meta"):
         model = cls(config).eval().to(config.dtype or torch.float32)
         ids, positions = torch.zeros(BATCH, 1, dtype=torch.int64), torch.zeros(BATCH, 1, dtype=torch.int64)
