@@ -26,7 +26,7 @@ from tests.strategies import Choices, batch_of, layout_of
 from tests.update_oracle import Tables
 
 CAPACITY, SPARE = 11, 2
-EXAMPLES = int(os.environ.get("COMPILED_KV_EXAMPLES", "200")) // 16 if INTERPRETED else 300
+EXAMPLES = int(os.environ.get("COMPILED_KV_EXAMPLES", "200")) // 20 if INTERPRETED else 200
 traces = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
 devices = pytest.mark.parametrize("device", DEVICES)
 Call = dict[str, Any]

@@ -1,0 +1,313 @@
+"""A captured step stays right under every scenario, refuses what a capture cannot follow, and `check_replay` names mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.replay import DecodeGraphs
+from compiled_kv.replay_check import ReplayFault, Step, check_replay, make_pools, metadata_step, powers_of_two
+from compiled_kv.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
+from compiled_kv.scheduler import Scheduler, play
+from tests.cases import DEVICES, needs_cuda
+from tests.conftest import INTERPRETED
+from tests.planted_faults import FAULTS
+
+devices = pytest.mark.parametrize("device", DEVICES)
+traces = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
+gpu = [pytest.mark.gpu, needs_cuda]
+STEPS = 8 if INTERPRETED else 100
+WINDOWS = {"full": {}, "token-map": {"window": 40}, "page-map": {"window": 9, "page_map": True}}
+LENGTHS = [(374, 44), (396, 109), (879, 55), (91, 16), (2000, 300), (7, 1), (1020, 129)]
+
+
+def scenarios(mode: str, window: str, page_size: int) -> list[Scenario]:
+    given = serving(mode, page_size=page_size, max_context_len=256, **WINDOWS[window])
+    return [story(given), walk(given, STEPS, seed=page_size), trace(given, LENGTHS, STEPS)]
+
+
+@devices
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_byte_is_as_it_should_be(mode: str, window: str, page_size: int, device: str) -> None:
+    for scenario in scenarios(mode, window, page_size):
+        report = check_replay(scenario=scenario, device=device, backend=None)
+        assert report.steps == scenario.steps
+
+
+@traces
+def test_every_byte_of_a_compiled_step() -> None:
+    def decode_step(buffers: DecodeBuffers, batch_size: int) -> tuple[Tensor, Tensor]:
+        meta = buffers.metadata(batch_size)
+        keys = meta.page_table.clamp(min=0).sum(1) * meta.cache_seqlens
+        return keys, meta.slot_mapping + buffers.token_ids[: len(meta.slot_mapping)]
+
+    given = serving("verify", page_size=4, max_context_len=64, max_batch_size=5, window=9)
+    report = check_replay(decode_step, walk(given, 120, seed=3), batch_sizes=[5])
+    assert (report.steps, report.buckets) == (120, (5,))
+    assert report.preemptions > 0
+
+
+def test_scenarios_do_what_they_are_for() -> None:
+    """Joins, row reuse, preemption, shared prefixes, rollback: all of them happen in a walk of this length."""
+    given, before, shared, taken_back = serving("verify", window=40), {}, 0, 0
+    for scheduler, planned in play(given, list(walk(given, 300, seed=1).events)):
+        shared += any(count > 1 for count in scheduler.pages.holders[1:])
+        for row, generation, state in zip(planned.batch.rows, planned.batch.generations, planned.rows):
+            pages = before.get((row, generation), state.pages)
+            taken_back += any(a != b for a, b in zip(pages, state.pages))
+            before[row, generation] = state.pages
+    assert scheduler.joined > 30 and scheduler.preemptions > 3
+    assert shared > 3 and taken_back > 3 and max(scheduler.generations) > 5
+
+
+def test_story_has_its_occupancy() -> None:
+    given = serving()
+    assert [len(p.rows) for _, p in play(given, list(story(given).events))] == [8, 7, 7, 7, 5, 1, 8, 8]
+    crossed = [p.rows[i] for _, p in play(given, list(story(given).events)) for i in (0, 5) if len(p.rows) == 7]
+    assert {state.cache_seqlen for state in crossed} >= {16, 17}
+
+
+def test_scheduler_hands_out_what_was_given_back_last() -> None:
+    scheduler = Scheduler(serving())
+    scheduler.join(40)
+    first = scheduler.running[0]
+    scheduler.finish(0)
+    scheduler.join(40)
+    second = scheduler.running[0]
+    assert (first.row, sorted(first.pages)) == (second.row, sorted(second.pages))
+    assert first.pages != second.pages
+    assert scheduler.generations[first.row] == 2
+
+
+def test_a_shared_page_is_copied_before_it_is_written() -> None:
+    scheduler = Scheduler(serving())
+    scheduler.join(20)
+    scheduler.fork(0)
+    first, second = scheduler.running
+    assert first.pages == second.pages
+    before = scheduler.generations[:]
+    scheduler.step(0)
+    assert first.pages[0] == second.pages[0] and first.pages[1] != second.pages[1]
+    assert scheduler.generations[first.row] == before[first.row] + 1
+    assert scheduler.generations[second.row] == before[second.row]
+
+
+@devices
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_named(fault: str, device: str) -> None:
+    planted = FAULTS[fault]
+    if device not in planted.runs_on:
+        pytest.skip(f"this mistake shows on {', '.join(planted.runs_on)} only")
+    if INTERPRETED and planted.name == "cold compile":
+        pytest.skip("nothing compiles here")
+    with pytest.raises(ReplayFault) as caught:
+        check_replay(planted.step, planted.scenario, device=device, backend=None, buffers=planted.buffers,
+                     args=planted.args, attempts=20 if INTERPRETED else 300)  # fmt: skip
+    assert caught.value.fault == planted.name
+    assert str(caught.value).startswith(planted.name)
+
+
+def test_there_are_more_than_fifteen_faults_with_a_dozen_names() -> None:
+    assert len(FAULTS) >= 15
+    assert len({fault.name for fault in FAULTS.values()}) >= 12
+
+
+def test_failing_scenario_is_cut_to_the_shortest() -> None:
+    planted = FAULTS["tail-kept"]
+    with pytest.raises(ReplayFault) as caught:
+        check_replay(scenario=walk(serving(), 100, seed=2), backend=None, buffers=planted.buffers)
+    fault = caught.value
+    assert len(fault.scenario.events) <= 8
+    assert parse_events(str(fault.scenario)) == fault.scenario.events
+    with pytest.raises(ReplayFault, match="stale tail"):
+        check_replay(scenario=fault.scenario, backend=None, buffers=planted.buffers, attempts=0)
+
+
+def test_shorter_finds_the_two_events_that_matter() -> None:
+    events = [Event("join", i) for i in range(40)]
+    kept = shorter(events, lambda e: {17, 31} <= {event.a for event in e}, attempts=500)
+    assert kept == (Event("join", 17), Event("join", 31))
+
+
+@pytest.mark.parametrize("text", ["jump 3", "join x", "join 1 2 3"])
+def test_a_line_that_is_no_event_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="line 2 must be one of join, finish"):
+        parse_events(f"step 1\n{text}")
+
+
+BATCH = DecodeBatch(rows=[3, 1], seq_lens=[9, 5], generations=[1, 4])
+
+
+def graphs(step: Step = metadata_step, device: str = "cpu", sizes: Any = (2, 4), **given: Any) -> DecodeGraphs:
+    pools = make_pools(serving(), torch.device(device))
+    pools["req_to_token"].copy_(torch.arange(pools["req_to_token"].numel()).view_as(pools["req_to_token"]))
+    buffers = DecodeBuffers(serving().layout, pools["req_to_token"], max_batch_size=4)
+    return DecodeGraphs(step, buffers, sizes, backend=None, **given)
+
+
+def scaled(buffers: DecodeBuffers, batch_size: int, scale: float, options: dict[str, Any]) -> Tensor:
+    return buffers.metadata(batch_size).cache_seqlens * scale + options["bias"]
+
+
+@devices
+def test_a_batch_is_padded_to_its_bucket(device: str) -> None:
+    step = graphs(device=device)
+    assert step(BATCH).cache_seqlens.tolist() == [9, 5]
+    three = DecodeBatch([3, 1, 0], [9, 5, 2], [1, 4, 0])
+    assert step(three).cache_seqlens.tolist() == [9, 5, 2, 0]
+    assert step(DecodeBatch([], [], [])).cache_seqlens.tolist() == [0, 0]
+    assert step.replay(0).cache_seqlens.tolist() == [0, 0]
+
+
+@devices
+def test_arguments_are_held_to_their_capture(device: str) -> None:
+    bias = torch.zeros(1, device=device)
+    step = graphs(scaled, device, args=(2.0, {"bias": bias, "name": "x"}))
+    assert step(BATCH).tolist() == step(BATCH, 2.0, {"bias": bias, "name": "x"}).tolist() == [18.0, 10.0]
+    bias.fill_(1)
+    assert step(BATCH).tolist() == [19.0, 11.0]
+    for args, message in [
+        ((3.0, {"bias": bias, "name": "x"}), r"argument scale changed from 2.0 to 3.0"),
+        ((2, {"bias": bias, "name": "x"}), r"argument scale changed from 2.0 to 2"),
+        ((2.0, {"bias": bias, "name": "y"}), r"argument options\['name'\] changed from 'x' to 'y'"),
+        ((2.0, {"bias": bias.clone(), "name": "x"}), r"argument options\['bias'\] moved from 0x"),
+        ((2.0, {"bias": bias}), r"argument options\['name'\] must be passed as it was at capture: missing"),
+        ((2.0, {"bias": bias, "name": "x"}, 1), r"argument args\[2\] must be passed as it was at capture: added"),
+    ]:
+        before = step.buffers.inputs.clone()
+        with pytest.raises(ValueError, match=message):
+            step(DecodeBatch([0], [1], [0]), *args)
+        assert torch.equal(step.buffers.inputs, before), "a refused call loaded its batch"
+
+
+@devices
+def test_a_buffer_that_moved_is_refused_by_name(device: str) -> None:
+    step = graphs(device=device)
+    step.buffers.page_table = step.buffers.page_table.clone()
+    with pytest.raises(ValueError, match=r"buffers.page_table moved from 0x\w+ to 0x\w+: a captured graph reads"):
+        step(BATCH)
+
+
+@devices
+def test_sizes_are_checked(device: str) -> None:
+    step = graphs(device=device, sizes=[3])
+    with pytest.raises(ValueError, match="batch.rows must hold at most 3 requests, the largest bucket, got 4"):
+        step(DecodeBatch([0, 1, 2, 3], [1] * 4, [0] * 4))
+    with pytest.raises(ValueError, match="size must be at most 3, got 4"):
+        step.replay(4)
+    for sizes, message in [([], "at least one size, got none"), ([0], r"batch_sizes\[0\] must be at least 1"), ([5], "at most 4, got 5")]:
+        with pytest.raises(ValueError, match=message):
+            graphs(device=device, sizes=sizes)
+
+
+@devices
+def test_warming_up_leaves_no_trace(device: str) -> None:
+    """Kind 16: no slot but -1 while nobody is live, the null page as it was, buffers as new."""
+    pool = torch.zeros(64, device=device)
+    seen: list[Tensor] = []
+
+    def writing(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        slots = buffers.metadata(batch_size).slot_mapping
+        seen.append(slots.clone())
+        pool.index_fill_(0, slots.clamp(min=0), 7.0)
+        return slots
+
+    step = graphs(writing, device, null_pages=[pool[:16]])
+    assert (pool == 0).all()
+    if device == "cpu":
+        assert {slot for slots in seen for slot in slots.tolist()} == {-1}
+    assert all((t == 0).all() for t in (*step.buffers.out(), step.buffers.inputs) if t is not None)
+
+
+@devices
+def test_padding_rows_read_nothing_of_the_request_left_in_them(device: str) -> None:
+    """Kind 16: captured 4, live 2, indices 4 and 4 left over in the rows beyond."""
+    step = graphs(device=device, sizes=[4])
+    step(DecodeBatch([5, 3, 4, 4], [9, 20, 33, 33], [0, 0, 0, 0]))
+    meta = step(DecodeBatch([5, 3], [10, 21], [0, 0]))
+    assert meta.page_table[2:].tolist() == [[0] * meta.page_table.shape[1]] * 2
+    assert meta.slot_mapping[2:].tolist() == [-1, -1] and meta.cache_seqlens[2:].tolist() == [0, 0]
+
+
+def test_powers_of_two_end_with_the_largest() -> None:
+    assert [powers_of_two(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_an_output_fed_back_is_refused() -> None:
+    """Kind 20."""
+
+    def add(buffers: DecodeBuffers, batch_size: int, previous: Tensor) -> Tensor:
+        return previous + buffers.metadata(batch_size).cache_seqlens[:1]
+
+    step = graphs(add, "cuda", args=(torch.zeros(1, dtype=torch.int32, device="cuda"),))
+    with pytest.raises(ValueError, match="argument previous is an output of these graphs, in their memory pool"):
+        step(BATCH, step(BATCH))
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_kernel_first_met_under_capture_is_named() -> None:
+    """Kind 17."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def never_seen(ptr):
+        tl.store(ptr, 1)
+
+    def late(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        meta = buffers.metadata(batch_size)
+        if torch.cuda.is_current_stream_capturing():
+            never_seen[(1,)](meta.cache_seqlens)
+        return meta.cache_seqlens
+
+    with pytest.raises(RuntimeError, match="met kernel .*never_seen.* for the first time under capture"):
+        graphs(late, "cuda")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_reduce_overhead_captures_a_step_and_is_right(mode: str) -> None:
+    """Buffers of a module are captured, though they are mutated; counted, and over the story."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    counters.clear()
+    given = serving(mode, window=40)
+    compiled = torch.compile(metadata_step, mode="reduce-overhead", fullgraph=True)
+
+    class Caller:
+        """Calls the step as a user would, without DecodeGraphs."""
+
+        def __init__(self, step: Step, buffers: DecodeBuffers, sizes: list[int], *_: Any, **__: Any) -> None:
+            self.buffers, self.batch_sizes = buffers, sizes
+            for size in sizes * 3:
+                compiled(buffers, size)
+            buffers.reset()
+
+        def __call__(self, batch: DecodeBatch) -> Any:
+            size = next(size for size in self.batch_sizes if size >= self.buffers.load(batch))
+            compiled(self.buffers, size)
+
+    check_replay(scenario=story(given), device="cuda", backend=None, graphs=Caller, outputs_every=0, attempts=0)  # type: ignore[arg-type]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    assert manager is not None and manager.new_graph_id().id > 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+@traces
+def test_a_compiled_step_is_captured() -> None:
+    step = torch.compile(metadata_step, fullgraph=True, dynamic=True)
+    report = check_replay(step, walk(serving("verify", window=40), 200, seed=4), device="cuda")
+    assert report.steps == 200
