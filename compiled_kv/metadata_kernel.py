@@ -110,7 +110,8 @@ def decode_metadata_kernel(
             swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
         bits = fill_row(
             pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size,
-            first_column(length, queries, window, PAGE_SIZE, WINDOWED), live, part, parts, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, BLOCK,
+            first_column(length, queries, window, PAGE_SIZE, WINDOWED), live, part, parts,
+            PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, BLOCK,
         )  # fmt: skip
         report(bits, status_ptr, DEBUG)
         if slot_mapping_ptr is not None:

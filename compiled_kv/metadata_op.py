@@ -91,7 +91,8 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
         width=width,
         num_tokens=_size(out.slot_mapping), delta=settings.delta, q_len=settings.q_len, cap=settings.cap,
         pad_seqlen=settings.pad_seqlen, window=settings.window or 0, PAGE_SIZE=settings.page_size,
-        PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, CLEAR=clear, UNIT_STRIDE=pool.stride(1) == 1, DEBUG=DEBUG,
+        PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, CLEAR=clear,
+        UNIT_STRIDE=pool.stride(1) == 1, DEBUG=DEBUG,
         BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
     )  # fmt: skip
 
