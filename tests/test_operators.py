@@ -112,3 +112,18 @@ def test_small_sizes_compiled(operator: str, device: str) -> None:
     call = compiled(form)
     for batch in (CASES["plain"], SMALL_CASES["empty-batch-and-no-tokens"], SMALL_CASES["one-token"]):
         check(form, batch, device, call)
+
+
+@devices
+def test_keys_whose_lengths_overflow_saturate(device: str) -> None:
+    """Two rows of 2^31 - 1 tokens over a pool of one slot, repeated by a stride of 0."""
+    cap = 2**31 - 1
+    pool = torch.full((1, 1), 5, dtype=torch.int64, device=device).expand(2, cap)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    rows, lengths = torch.tensor([0, 1, 1], device=device), torch.tensor([cap, 3, cap], device=device)
+    layout = ckv.KVLayout(page_size=2**30, max_context_len=cap)
+    found = ckv.decode_metadata(pool, rows, lengths, layout=layout, status=status)
+    assert found.cu_seqlens_k.tolist() == [0, cap, cap, cap]
+    assert found.page_table.tolist() == [[0, 0], [0, 0], [0, 0]]
+    assert found.slot_mapping is not None and found.slot_mapping.tolist() == [5, 5, 5]
+    assert int(status) == ckv.Status.SUM_OVERFLOW
