@@ -1,0 +1,66 @@
+"""What every contender must have written, in plain torch on any device, from the definition alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import compiled_kv as ckv
+from compiled_kv.bench.contenders import Contender, new_outputs
+from compiled_kv.bench.inputs import Inputs
+
+KEPT = 77  # what stood in the outputs before
+
+
+def expected(given: Inputs, rows: Tensor, seq_lens: Tensor, kept: int, windowed: bool) -> ckv.DecodeMetadata:
+    """Metadata of plain decode with one query a row; columns past the live ones hold `kept`."""
+    out = new_outputs(given)
+    page_size, window = given.layout.page_size, given.layout.window if windowed else None
+    out.cache_seqlens.copy_(seq_lens)
+    out.cu_seqlens_k[1:] = seq_lens.cumsum(0)
+    out.cu_seqlens_q[1:] = torch.arange(1, len(rows) + 1, device=rows.device)
+    out.page_table.fill_(kept)
+    if out.swa_page_table is not None:
+        out.swa_page_table.fill_(kept)
+    for index, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
+        slots = given.req_to_token[row, :length]
+        first = slots[::page_size].long()
+        out.page_table[index, : len(first)] = first // page_size
+        assert out.slot_mapping is not None
+        out.slot_mapping[index] = slots[-1]
+        if given.full_to_swa is not None:
+            assert out.swa_page_table is not None and out.swa_slot_mapping is not None
+            out.swa_page_table[index, : len(first)] = given.full_to_swa[first] // page_size
+            out.swa_slot_mapping[index] = given.full_to_swa[slots[-1]]
+            if window is not None:
+                out.swa_page_table[index, : max(length - window, 0) // page_size] = 0
+    return out
+
+
+def check(given: Inputs, name: str, contender: Contender, index: int) -> None:
+    """Call the contender for one batch, over outputs that held something else, and compare everything.
+
+    Raises:
+        AssertionError: a tensor differs; the text names contender, tensor and cell.
+    """
+    cleared = name in ("ours-clear", "incremental", "inductor")
+    if contender.out is not None:
+        for tensor in contender.out:
+            if tensor is not None:
+                tensor.fill_(KEPT)
+        # The published designs count on buffers that start zeroed for this entry.
+        contender.out.cu_seqlens_q[0] = contender.out.cu_seqlens_k[0] = 0
+    returned = contender.step(index)
+    if name == "incremental":
+        returned = contender.out
+    found = returned if isinstance(returned, tuple) else contender.out
+    if found is None:
+        return
+    rows, seq_lens = given.rows[index], given.seq_lens[index]
+    if contender.seq_lens is not None:
+        rows, seq_lens = given.rows[0], contender.seq_lens[index]
+    windowed = contender.windowed or name == "inductor"
+    wanted = expected(given, rows, seq_lens, 0 if cleared else KEPT, windowed or given.layout.window is None)
+    for field, a, b in zip(ckv.DecodeMetadata._fields, found, wanted):
+        if a is not None and b is not None and not torch.equal(a, b):
+            raise AssertionError(f"{name}: {field} differs in {given.cell.name}")
