@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 import compiled_kv as ckv
+from compiled_kv.goldens import assert_graph
 from compiled_kv.models import NAMES, architecture
 from compiled_kv.models.pools import PagedPool, visible_keys
 from compiled_kv.models.step import SLIDING, PagedCausalLM, by_row, layer_types
 from compiled_kv.tracing import Graphs, capture
 
+GRAPHS = Path(__file__).parent.parent / "graphs"
+NAME_OF = {architecture(name).paged: name for name in NAMES}
 KERNEL = "decode_metadata_kernel"
 LENGTHS = (70, 3)  # of two requests: one spans several windows and pages, one is short
 ROWS = (2, 0)
@@ -123,12 +127,14 @@ def trace(step: PagedCausalLM, mode: str, target: str) -> Graphs:
     return capture(step, *arguments, target=target, seq_len_delta=delta)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_traced_for_cuda_a_step_is_one_graph_with_one_launch_and_no_host_read(served: Any, mode: str) -> None:
-    graphs = trace(served[0], mode, "cuda:sm_90")
-    assert graphs.is_whole
-    assert graphs.launches == {KERNEL: 1}
-    assert graphs.host_reads == []
+def test_traced_for_cuda_each_step_is_one_graph_with_one_launch_and_no_host_read(served: Any) -> None:
+    step = served[0]
+    graphs = {mode: trace(step, mode, "cuda:sm_90") for mode in MODES}
+    for mode, captured in graphs.items():
+        assert captured.is_whole, mode
+        assert captured.launches == {KERNEL: 1}, mode
+        assert captured.host_reads == [], mode
+    assert_graph(graphs, GRAPHS / "dynamo" / f"step_{NAME_OF[type(step)]}.txt", detail="own")
 
 
 def test_traced_for_the_cpu_a_step_is_one_graph_without_host_read(served: Any) -> None:

@@ -57,7 +57,7 @@ ARCHITECTURE = Architecture(
     PagedDeepseekV3,
     DeepseekV3ForCausalLM,
     DeepseekV3Config(
-        num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
+        num_hidden_layers=2, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
         qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
         moe_intermediate_size=32, num_mtp_layers=0, experts_implementation="batched_mm",
         **SMALL | {"num_key_value_heads": 4},

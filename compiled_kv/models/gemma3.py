@@ -38,7 +38,7 @@ ARCHITECTURE = Architecture(
     PagedGemma3,
     Gemma3ForCausalLM,
     Gemma3TextConfig(
-        num_hidden_layers=4, layer_types=[SLIDING, SLIDING, SLIDING, FULL], sliding_window=24, head_dim=16,
+        num_hidden_layers=3, layer_types=[SLIDING, SLIDING, FULL], sliding_window=24, head_dim=16,
         query_pre_attn_scalar=16, **SMALL,
     ),
 )  # fmt: skip

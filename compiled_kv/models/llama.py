@@ -37,4 +37,4 @@ class PagedLlama(PagedCausalLM):
         return attn.o_proj(attention(query, keys, values, view.mask, attn.scaling))
 
 
-ARCHITECTURE = Architecture(PagedLlama, LlamaForCausalLM, LlamaConfig(num_hidden_layers=3, **SMALL))
+ARCHITECTURE = Architecture(PagedLlama, LlamaForCausalLM, LlamaConfig(num_hidden_layers=2, **SMALL))

@@ -27,7 +27,7 @@ class PagedPool(nn.Module):
     def write(self, slots: Tensor, values: Tensor) -> None:
         """Store `values` [B, Q, heads, dim] at `slots` [B, Q]; slot -1 stores nothing, so the null page stays zero."""
         real = (slots > 0)[..., None, None]
-        self.data.index_copy_(0, slots.clamp(min=0).flatten(), torch.where(real, values, 0.0).flatten(0, 1))
+        self.data[slots.clamp(min=0)] = torch.where(real, values, 0.0)
 
     def read(self, page_table: Tensor) -> Tensor:
         """The tokens of `page_table` [B, P] as [B, heads, P * page_size, dim]; page -1 reads the null page."""

@@ -20,5 +20,5 @@ class PagedQwen3(PagedLlama):
 
 
 ARCHITECTURE = Architecture(
-    PagedQwen3, Qwen3ForCausalLM, Qwen3Config(num_hidden_layers=3, head_dim=16, **SMALL), page_size=32
+    PagedQwen3, Qwen3ForCausalLM, Qwen3Config(num_hidden_layers=2, head_dim=16, **SMALL), page_size=32
 )
