@@ -1,4 +1,4 @@
-"""What torch.compile is made to tell while it traces: graphs at both tiers, breaks, host reads between graphs."""
+"""A compiler backend that compiles nothing and keeps every graph, at both tiers, with what torch says on the way."""
 
 from __future__ import annotations
 
@@ -6,62 +6,20 @@ import copy
 import inspect
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_kv import counts
+from compiled_kv.events import Frozen, GraphBreak
 
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")
 _NUMBER = re.compile(r"L\['(\w+)'\] == (-?[\d.]+(?:e-?\d+)?)")
-_PLACE = re.compile(r'File "(.+?)", line (\d+)')
-_SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 _ARGUMENT = re.compile(r"^L_args_(\d+)_")
-
-
-@dataclass(frozen=True)
-class GraphBreak:
-    """Where dynamo stopped a graph, and why, in its own words."""
-
-    reason: str
-    file: str
-    line: int
-
-
-@dataclass(frozen=True)
-class EagerRead:
-    """A host read between two graphs, in code that no graph holds; the trace went on with a made-up value."""
-
-    operator: str
-    file: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Recompile:
-    """A call that no compiled graph fitted: the guard that failed, in dynamo's words, and where it was made."""
-
-    reason: str
-    file: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A Python number that a graph was specialized on."""
-
-    name: str
-    value: Any
-    file: str
-    line: int
 
 
 class Recorder(logging.Handler):
@@ -231,95 +189,5 @@ def compiler(settings: Mapping[str, Any]) -> Iterator[None]:
             torch._dynamo.reset()
 
 
-def recording_mode(reads: list[EagerRead]) -> FakeTensorMode:
-    """Fake tensors whose values, where code between graphs asks for one, read as 1, so that the trace goes on.
-
-    Each such read is appended to `reads`. Not a subclass: higher-order operators look rules up by the mode's type.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dispatch = mode.dispatch
-
-    def recording(func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (func in counts.READS or _leaves_device(func, args, kwargs)) and (place := _user_frame()):
-            reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
-        if func is counts.aten._local_scalar_dense.default:
-            return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
-        if func in _STAND_INS:
-            return _STAND_INS[func](*args, **kwargs)
-        return dispatch(func, types, args, kwargs)
-
-    mode.dispatch = recording  # type: ignore[method-assign]
-    return mode
-
-
-def _unique(x: Any, *_: Any, **__: Any) -> Any:
-    return x.new_empty(x.numel()), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(x.numel(), dtype=torch.int64)
-
-
-_STAND_INS: dict[Any, Callable[..., Any]] = {
-    counts.aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
-    counts.aten.masked_select.default: lambda x, mask: x.new_empty(x.numel()),
-    counts.aten._unique2.default: _unique,
-    counts.aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape[0], dtype=torch.int64),
-    counts.aten.equal.default: lambda *_: True,
-    counts.aten.allclose.default: lambda *_, **__: True,
-    counts.aten.is_nonzero.default: lambda *_: True,
-}
-
-
 def _storage(value: Any) -> int:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
-
-
-def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if func is counts.aten._to_copy.default:
-        return args[0].device.type != "cpu" and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
-    return func is counts.aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
-
-
-_INSIDE = (str(Path(torch.__file__).parent), __file__)
-
-
-def _user_frame() -> tuple[str, int] | None:
-    """File and line of the code that asked, unless a compiled graph did."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if name.startswith("<eval_with_key>"):
-            return None
-        if not name.startswith(_INSIDE):
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def graph_breaks(recorder: Recorder) -> list[GraphBreak]:
-    """The breaks of the trace just made, those that made dynamo leave a whole function alone among them."""
-    from torch._dynamo.utils import graph_break_reasons
-
-    listed = [_graph_break(reason) for reason in graph_break_reasons]
-    places = {(each.file, each.line) for each in listed}
-    return listed + [each for each in recorder.breaks if (each.file, each.line) not in places]
-
-
-def recompiles() -> list[Recompile]:
-    """The guards that failed in the trace just made."""
-    from torch._dynamo.utils import guard_failures
-
-    return [_recompile(code, reason) for code, reasons in guard_failures.items() for reason in reasons]
-
-
-def _recompile(code: Any, reason: str) -> Recompile:
-    guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
-    place = list(_PLACE.finditer(reason))
-    if place:
-        return Recompile(guard, place[-1][1], int(place[-1][2]))
-    short = _SHORT_PLACE.search(reason)
-    return Recompile(guard, code.co_filename, int(short[2]) if short else code.co_firstlineno)
-
-
-def _graph_break(reason: Any) -> GraphBreak:
-    stack = reason.user_stack
-    place = (stack[-1].filename, stack[-1].lineno or 0) if stack else ("", 0)
-    return GraphBreak(str(reason.reason), *place)

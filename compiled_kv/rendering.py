@@ -22,17 +22,16 @@ import torch
 from torch import Tensor, fx
 
 from compiled_kv import counts
+from compiled_kv.spelling import as_ceil_div, clean, dtype_name, is_ceil_div, wrap
 
 if TYPE_CHECKING:
     from compiled_kv.tracing import Graphs
 
-_DTYPES = {torch.bool: "b8", torch.bfloat16: "bf16"}
 _FRESH = re.compile(r"aten\.(new_)?empty(_like|_strided|_permuted)?")
 _NOISE = {"device", "layout", "pin_memory", "memory_format", "dtype", "requires_grad", "non_blocking", "_stacklevel"}
 _SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OWN = ("aten", "prims", "prim", "higher_order")
-_WIDTH = 110
 
 
 def render(graphs: Graphs, tier: str, detail: str = "full") -> str:
@@ -214,23 +213,11 @@ class Rendering:
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self.letters:
                 self.letters[symbol] = sympy.Symbol(f"s{len(self.letters)}", integer=True)
-        return str(expression.xreplace(self.letters).replace(_is_ceil_div, _as_ceil_div))
+        return str(expression.xreplace(self.letters).replace(is_ceil_div, as_ceil_div))
 
     def fresh(self, name: str) -> str:
         self.taken[name] = self.taken.get(name, 0) + 1
         return name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
-
-
-def clean(name: str) -> str:
-    """`L_buffers_page_table_` -> `buffers_page_table`."""
-    name = re.sub(r"^[Ll]_", "", name).strip("_")
-    return re.sub(r"_(modules|parameters|buffers)__?", ".", name).replace("self.", "").strip("._") or "value"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """i64, f32, bf16, b8, u8, f8e4m3fn."""
-    plain = str(dtype).removeprefix("torch.")
-    return _DTYPES.get(dtype) or re.sub(r"^(int|uint|float|complex)", lambda m: m[1][0], plain).replace("_", "")
 
 
 def is_own(node: fx.Node) -> bool:
@@ -240,28 +227,6 @@ def is_own(node: fx.Node) -> bool:
 
 def namespace(node: fx.Node) -> str:
     return counts.operator_name(node).partition(".")[0]
-
-
-def wrap(head: str, items: list[str], comma: str = ", ", end: str = "") -> str:
-    """`head` and its items on one line, or on several, indented, where one would be too long to read."""
-    lines, line = [], head
-    for index, item in enumerate(items):
-        piece = item + (end if index == len(items) - 1 else comma)
-        if len(line) + len(piece) > _WIDTH and line.strip():
-            lines.append(line.rstrip())
-            line = "     "
-        line += piece
-    return "\n".join([*lines, line.rstrip() if items else line.rstrip() + end])
-
-
-def _is_ceil_div(expression: sympy.Expr) -> bool:
-    negated = expression.is_Mul and len(expression.args) == 2 and expression.args[0] == -1
-    return negated and type(expression.args[1]).__name__ == "FloorDiv"
-
-
-def _as_ceil_div(expression: sympy.Expr) -> sympy.Expr:
-    numerator, denominator = expression.args[1].args
-    return sympy.Function("ceil_div")(-numerator, denominator)
 
 
 def _is_tuple(node: Any) -> bool:

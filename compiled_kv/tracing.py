@@ -21,18 +21,10 @@ import torch
 from torch import fx
 
 from compiled_kv import counts
+from compiled_kv.eager_reads import EagerRead, recording_mode
+from compiled_kv.events import Frozen, GraphBreak, Recompile, graph_breaks, recompiles
 from compiled_kv.fakes import Fakes, host
-from compiled_kv.recording import (
-    EagerRead,
-    Frozen,
-    GraphBreak,
-    Recompile,
-    Recorder,
-    compiler,
-    graph_breaks,
-    recompiles,
-    recording_mode,
-)
+from compiled_kv.recording import Recorder, compiler
 from compiled_kv.targets import Target
 
 __all__ = ["Graphs", "capture", "host"]
@@ -144,10 +136,10 @@ def trace(
             for given, named in [(args, kwargs)] * repeat + others:
                 compiled(*given, **named)
                 recorder.end_call()
-                first = first or (len(recorder.dynamo), graph_breaks(recorder), len(recorder.frozen))
+                first = first or (len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen))
         except Exception as error:
             stopped = error
-        count, breaks, frozen = first or (len(recorder.dynamo), graph_breaks(recorder), len(recorder.frozen))
+        count, breaks, frozen = first or (len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen))
         again = recompiles()
     return Graphs(
         target=seen.name,

@@ -55,13 +55,26 @@ def sites(method: Any) -> list[Site]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method)))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     known = {argument.arg for argument in tree.args.args}
-    found = []
-    for statement in reached(tree.body):
-        if tensor := next((name for name in TENSORS if name in known), None):
+    found, statements = [], list(reached(tree.body))
+    for index, statement in enumerate(statements):
+        live = (name for name in TENSORS if name in known and is_read_next(name, statements[index:]))
+        if tensor := next(live, None):
             found.append(Site(statement.lineno, statement.col_offset, tensor))
-        names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
-        known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        known |= {node.id for node in names_in(statement) if isinstance(node.ctx, ast.Store)}
     return found
+
+
+def is_read_next(name: str, statements: list[ast.stmt]) -> bool:
+    """Whether the next statement that mentions `name` reads it: otherwise what is done to it before is dead code."""
+    for statement in statements:
+        uses = [node.ctx for node in names_in(statement) if node.id == name]
+        if uses:
+            return any(isinstance(use, ast.Load) for use in uses)
+    return False
+
+
+def names_in(statement: ast.stmt) -> list[ast.Name]:
+    return [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
 
 
 def reached(body: list[ast.stmt]) -> Iterator[ast.stmt]:

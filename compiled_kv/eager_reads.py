@@ -1,0 +1,82 @@
+"""A fake mode that goes on where code between two graphs asks a tensor for its value, and keeps a record of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compiled_kv import counts
+
+
+@dataclass(frozen=True)
+class EagerRead:
+    """A host read between two graphs, in code that no graph holds; the trace went on with a made-up value."""
+
+    operator: str
+    file: str
+    line: int
+
+
+def recording_mode(reads: list[EagerRead]) -> FakeTensorMode:
+    """Fake tensors whose values, where code between graphs asks for one, read as 1, so that the trace goes on.
+
+    Each such read is appended to `reads`. Not a subclass: higher-order operators look rules up by the mode's type.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def recording(func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (func in counts.READS or _leaves_device(func, args, kwargs)) and (place := _user_frame()):
+            reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
+        if func is counts.aten._local_scalar_dense.default:
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+        if func in _STAND_INS:
+            return _STAND_INS[func](*args, **kwargs)
+        return dispatch(func, types, args, kwargs)
+
+    mode.dispatch = recording  # type: ignore[method-assign]
+    return mode
+
+
+def _unique(x: Any, *_: Any, **__: Any) -> Any:
+    return x.new_empty(x.numel()), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(x.numel(), dtype=torch.int64)
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    counts.aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
+    counts.aten.masked_select.default: lambda x, mask: x.new_empty(x.numel()),
+    counts.aten._unique2.default: _unique,
+    counts.aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape[0], dtype=torch.int64),
+    counts.aten.equal.default: lambda *_: True,
+    counts.aten.allclose.default: lambda *_, **__: True,
+    counts.aten.is_nonzero.default: lambda *_: True,
+}
+
+
+def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if func is counts.aten._to_copy.default:
+        return args[0].device.type != "cpu" and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
+    return func is counts.aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
+
+
+_INSIDE = (str(Path(torch.__file__).parent), __file__)
+
+
+def _user_frame() -> tuple[str, int] | None:
+    """File and line of the code that asked, unless a compiled graph did."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<eval_with_key>"):
+            return None
+        if not name.startswith(_INSIDE):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return None

@@ -1,0 +1,70 @@
+"""What dynamo tells of a trace: where a graph broke, which guard failed, which Python number it was specialized on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_PLACE = re.compile(r'File "(.+?)", line (\d+)')
+_SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where dynamo stopped a graph, and why, in its own words."""
+
+    reason: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A call that no compiled graph fitted: the guard that failed, in dynamo's words, and where it was made."""
+
+    reason: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A Python number that a graph was specialized on."""
+
+    name: str
+    value: Any
+    file: str
+    line: int
+
+
+def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
+    """The breaks of the trace just made, with those that dynamo only logs: where it left a whole function alone."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    listed = [_graph_break(reason) for reason in graph_break_reasons]
+    places = {(each.file, each.line) for each in listed}
+    return listed + [each for each in logged if (each.file, each.line) not in places]
+
+
+def recompiles() -> list[Recompile]:
+    """The guards that failed in the trace just made."""
+    from torch._dynamo.utils import guard_failures
+
+    return [_recompile(code, reason) for code, reasons in guard_failures.items() for reason in reasons]
+
+
+def _recompile(code: Any, reason: str) -> Recompile:
+    guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
+    place = list(_PLACE.finditer(reason))
+    if place:
+        return Recompile(guard, place[-1][1], int(place[-1][2]))
+    short = _SHORT_PLACE.search(reason)
+    return Recompile(guard, code.co_filename, int(short[2]) if short else code.co_firstlineno)
+
+
+def _graph_break(reason: Any) -> GraphBreak:
+    stack = reason.user_stack
+    place = (stack[-1].filename, stack[-1].lineno or 0) if stack else ("", 0)
+    return GraphBreak(str(reason.reason), *place)
