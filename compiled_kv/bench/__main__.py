@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from compiled_kv.bench import extras
 from compiled_kv.bench.cells import QUICK, Cell, default_cells, full_cells
 from compiled_kv.bench.report import claims, write
 from compiled_kv.bench.run import run_cell
+from compiled_kv.bench.warm import warm_caches
 
-SECTIONS = ("cells", "schedule", "host", "cpu", "starts")
+SECTIONS = ("schedule", "host", "cells", "cpu", "starts")
 
 
 @click.command()
@@ -49,21 +53,19 @@ def main(
     clock = extras.stopwatch()
     known = out / "results.json"
     results: dict[str, Any] = json.loads(known.read_text()) if (full or report) and known.exists() else {}
-    results["machine"] = {**results.get("machine", {}), **machine(device)} if not report else results["machine"]
+    if not report:
+        results["machine"] = machine(device)
+        results.pop("failed", None)
     if not report:
         wanted = only or (("cells",) if full else ("cells", "cpu") if quick else SECTIONS)
-        if "cells" in wanted:
-            if device.type == "cuda":
-                from compiled_kv.bench.warm import warm_caches
-
-                warm_caches(chosen)
-                click.echo(f"{clock()} s: compiled")
-            run_cells(results, chosen, device, rounds, trace, seconds, clock, out)
-        for section in wanted:
-            if section != "cells":
-                results[section] = run_section(section, device, rounds)
-                click.echo(f"{clock()} s: {section}")
-                write(results, out)
+        for section in (each for each in SECTIONS if each in wanted):
+            with noted(results, section):
+                if section == "cells":
+                    run_cells(results, chosen, device, rounds, trace, seconds, clock, out)
+                else:
+                    results[section] = run_section(section, device, rounds)
+            click.echo(f"{clock()} s: {section} done")
+            write(results, out)
         results["machine"]["seconds"] = clock()
     write(results, out)
     for claim, bound, found in claims(results):
@@ -74,32 +76,41 @@ def main(
 
         for path in draw(results, plots):
             click.echo(path)
+    sys.exit(1 if results.get("failed") else 0)
 
 
 def run_cells(
     results: dict[str, Any], chosen: list[Cell], device: torch.device, rounds: int, trace: Path | None,
-    seconds: float | None, clock: Any, out: Path,
+    seconds: float | None, clock: Callable[[], float], out: Path,
 ) -> None:  # fmt: skip
     done = results.setdefault("cells", [])
     names = {cell["name"] for cell in done}
-    for number, cell in enumerate(chosen):
-        if cell.name in names:
-            continue
+    left = [cell for cell in chosen if cell.name not in names]
+    if device.type == "cuda":
+        warm_caches(left)
+        click.echo(f"{clock()} s: compiled")
+    for number, cell in enumerate(left):
         if seconds is not None and clock() > seconds:
-            click.echo(f"{clock()} s: {len(chosen) - number} cells left for another run")
+            click.echo(f"{clock()} s: {len(left) - number} cells left for another run")
             break
-        try:
+        with noted(results, cell.name):
             done.append(run_cell(cell, device, rounds, trace))
-        except torch.OutOfMemoryError:
-            results.setdefault("skipped", []).append(cell.name)
-            click.echo(f"{cell.name}: out of memory")
-        else:
             ratio = done[-1]["ratios"]["rebuild"]
             click.echo(f"{clock()} s: {cell.name}: {ratio['median']:.3f} of {done[-1]['best']}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if number % 10 == 9:
             write(results, out)
+
+
+@contextmanager
+def noted(results: dict[str, Any], what: str) -> Iterator[None]:
+    """Let the run go on after an error, which is kept, shown, and makes the exit status 1."""
+    try:
+        yield
+    except Exception as error:
+        results.setdefault("failed", {})[what] = traceback.format_exc()[-3000:]
+        click.echo(f"{what} FAILED: {type(error).__name__}: {str(error)[:500]}", err=True)
 
 
 def run_section(section: str, device: torch.device, rounds: int) -> Any:

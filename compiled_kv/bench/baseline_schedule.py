@@ -60,8 +60,8 @@ def walking(lengths_ptr, metadata_ptr, num_splits_ptr, scratch_ptr, batch, parts
         either = (begin_req == end_req) & ((begin_block > 0) | cut_last)
         tl.store(row_ptr + 1, end_req)
         tl.store(row_ptr + 3, end_block)
-        tl.store(row_ptr + 5, ((begin_block > 0) | either).to(tl.int32))
-        tl.store(row_ptr + 6, (cut_last | either).to(tl.int32))
+        tl.store(row_ptr + 5, tl.where((begin_block > 0) | either, 1, 0))
+        tl.store(row_ptr + 6, tl.where(cut_last | either, 1, 0))
         tl.store(row_ptr + 7, 0)
 
 

@@ -10,30 +10,34 @@ from compiled_kv.bench.contenders import Contender, new_outputs
 from compiled_kv.bench.inputs import Inputs
 
 KEPT = 77  # what stood in the outputs before
+AT_ONCE = 1 << 24  # entries looked up at a time
 
 
 def expected(given: Inputs, rows: Tensor, seq_lens: Tensor, kept: int, windowed: bool) -> ckv.DecodeMetadata:
     """Metadata of plain decode with one query a row; columns past the live ones hold `kept`."""
-    out = new_outputs(given)
-    page_size, window = given.layout.page_size, given.layout.window if windowed else None
+    out, page_size = new_outputs(given), given.layout.page_size
     out.cache_seqlens.copy_(seq_lens)
     out.cu_seqlens_k[1:] = seq_lens.cumsum(0)
     out.cu_seqlens_q[1:] = torch.arange(1, len(rows) + 1, device=rows.device)
-    out.page_table.fill_(kept)
-    if out.swa_page_table is not None:
-        out.swa_page_table.fill_(kept)
-    for index, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
-        slots = given.req_to_token[row, :length]
-        first = slots[::page_size].long()
-        out.page_table[index, : len(first)] = first // page_size
-        assert out.slot_mapping is not None
-        out.slot_mapping[index] = slots[-1]
-        if given.full_to_swa is not None:
-            assert out.swa_page_table is not None and out.swa_slot_mapping is not None
-            out.swa_page_table[index, : len(first)] = given.full_to_swa[first] // page_size
-            out.swa_slot_mapping[index] = given.full_to_swa[slots[-1]]
-            if window is not None:
-                out.swa_page_table[index, : max(length - window, 0) // page_size] = 0
+    column = torch.arange(-(-int(seq_lens.max()) // page_size), device=rows.device)
+    window = given.layout.window if windowed and given.layout.window else int(seq_lens.max())
+    token = given.req_to_token[rows, seq_lens.long() - 1].long()
+    assert out.slot_mapping is not None
+    out.slot_mapping.copy_(token)
+    if given.full_to_swa is not None and out.swa_slot_mapping is not None:
+        out.swa_slot_mapping.copy_(given.full_to_swa[token])
+    for table in (out.page_table, out.swa_page_table):
+        if table is not None:
+            table[:, len(column) :] = kept
+    for some in torch.arange(len(rows), device=rows.device).split(max(AT_ONCE // len(column), 1)):
+        lengths = seq_lens[some, None].long()
+        live = column * page_size < lengths
+        slots = torch.where(live, given.req_to_token[rows[some, None], column * page_size].long(), 0)
+        out.page_table[some, : len(column)] = torch.where(live, slots // page_size, kept).int()
+        if given.full_to_swa is not None and out.swa_page_table is not None:
+            seen = column >= (lengths - window).clamp(min=0) // page_size
+            pages = torch.where(seen, given.full_to_swa[slots] // page_size, 0)
+            out.swa_page_table[some, : len(column)] = torch.where(live, pages, kept).int()
     return out
 
 

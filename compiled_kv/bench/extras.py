@@ -40,14 +40,12 @@ def schedule(device: torch.device, rounds: int) -> list[dict[str, Any]]:
         lengths = torch.randint(
             length // 2, length + 1, (16, batch), dtype=torch.int32, device=device, generator=generator
         )
-        out = tuple(torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((PARTS, 8), (batch + 1,)))
+        i32 = partial(torch.zeros, dtype=torch.int32, device=device)
+        out = (i32((PARTS, 8)), i32((batch + 1,)))
         steps: dict[str, Callable[[int], Any]] = {
             "ours": lambda i: ckv.flashmla_schedule(lengths[i], num_sm_parts=PARTS, out=out),  # noqa: B023
             "one thread": lambda i: baseline_schedule.run(lengths[i], out),  # noqa: B023
-            **{
-                f"{warps} warps": lambda i, w=warps: baseline_schedule.ours_with(lengths[i], out, w)  # noqa: B023
-                for warps in (1, 2, 8, 16)
-            },
+            **{f"{warps} warps": partial(_with_warps, lengths, out, warps) for warps in (1, 2, 8, 16)},
         }
         for name, step in steps.items():
             for index in (0, 15):
@@ -62,8 +60,16 @@ def schedule(device: torch.device, rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+def _with_warps(lengths: Tensor, out: tuple[Tensor, Tensor], warps: int, index: int) -> None:
+    from compiled_kv.bench import baseline_schedule
+
+    baseline_schedule.ours_with(lengths[index], out, warps)
+
+
 class Buffered(nn.Module):
     """A step over registered buffers, the form that reduce-overhead captures."""
+
+    req_to_token: Tensor
 
     def __init__(self, given: Inputs, out: ckv.DecodeMetadata) -> None:
         super().__init__()
@@ -82,11 +88,11 @@ def host(device: torch.device, rounds: int) -> dict[str, Any]:
     """Microseconds of host time a call, as the host queues calls; the gather to the longest also waits for its read."""
     given = make_inputs(HOST_CELL, device, 1)
     out, rows, seq_lens = new_outputs(given), given.rows[0], given.seq_lens[0]
-    options = {"layout": given.layout, "out": out, "tail": "keep"}
+    ours = partial(ckv.decode_metadata, layout=given.layout, out=out, tail="keep")
     width, page_size = given.layout.max_num_pages, given.layout.page_size
 
     def eager() -> Any:
-        return ckv.decode_metadata(given.req_to_token, rows, seq_lens, **options)
+        return ours(given.req_to_token, rows, seq_lens)
 
     recorded: list[Callable[[], Any]] = []
 
@@ -96,7 +102,7 @@ def host(device: torch.device, rounds: int) -> dict[str, Any]:
     with mock.patch.object(metadata_op, "launch", record):
         eager()
     (launch,) = recorded
-    compiled = torch.compile(lambda r, s: ckv.decode_metadata(given.req_to_token, r, s, **options), fullgraph=True)
+    compiled = torch.compile(ours, fullgraph=True)
     buffered = torch.compile(Buffered(given, new_outputs(given)), mode="reduce-overhead", fullgraph=True)
     torch_only = (given.req_to_token, rows, seq_lens, None, out, page_size)
 
@@ -107,7 +113,7 @@ def host(device: torch.device, rounds: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {
         "the kernel's launch alone": launch,
         "operator, eager": eager,
-        "operator, compiled": lambda: compiled(rows, seq_lens),
+        "operator, compiled": lambda: compiled(given.req_to_token, rows, seq_lens),
         'mode="reduce-overhead"': reduced,
         "replay of a captured graph": captured(lambda _: eager(), 1),
         "gather, eager": lambda: baselines_torch.gather(*torch_only, width),

@@ -15,7 +15,8 @@ from torch import Tensor
 import compiled_kv as ckv
 from compiled_kv.bench.cells import SHORT, WINDOW, Cell
 
-POOL_ENTRIES = 1 << 28  # of a pool with more rows than a batch
+POOL_ENTRIES = 1 << 29  # of a pool with more rows than a batch
+AT_ONCE = 1 << 26  # entries made at a time
 SPREAD = 8  # how many batches' worth of rows a pool holds, where they fit
 # Quantiles of prompt and answer together in the Azure LLM conversation trace of 2023, for want of the trace itself.
 QUANTILES = ((0.0, 60), (0.05, 230), (0.5, 1150), (0.95, 4400), (0.99, 4700), (1.0, 14500))
@@ -51,14 +52,15 @@ def make_inputs(cell: Cell, device: torch.device, sets: int, trace: Path | None 
     layout = ckv.KVLayout(cell.page_size, cell.context, window=window)
     longest = max(max(each) for each in lengths)
     pages = layout.num_pages(longest)
-    rows = cell.batch * max(1, min(SPREAD, POOL_ENTRIES // (cell.batch * max(longest, 1))))
+    rows = cell.batch * max(1, min(SPREAD, POOL_ENTRIES // (cell.batch * cell.context)))
     block_table = torch.zeros(rows, layout.max_num_pages, dtype=torch.int32, device=device)
     block_table[:, :pages] = scattered(rows * pages, device).view(rows, pages)
     req_to_token = torch.zeros(rows, layout.max_num_pages * cell.page_size, dtype=torch.int32, device=device)
     offset = torch.arange(cell.page_size, dtype=torch.int32, device=device)
-    for row in range(rows):
-        slots = block_table[row, :pages, None] * cell.page_size + offset
-        req_to_token[row, : pages * cell.page_size] = slots.flatten()
+    for some in torch.arange(rows).split(max(AT_ONCE // (pages * cell.page_size), 1)):
+        chunk = slice(int(some[0]), int(some[-1]) + 1)
+        slots = block_table[chunk, :pages, None] * cell.page_size + offset
+        req_to_token[chunk, : pages * cell.page_size] = slots.flatten(1)
     full_to_swa = None
     if cell.swa != "off":
         swa_pages = torch.cat((block_table.new_zeros(1), scattered(rows * pages, device, 3))).long()

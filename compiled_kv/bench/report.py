@@ -58,7 +58,7 @@ def markdown(results: dict[str, Any]) -> str:
     parts = [f"# Benchmark\n\n{_machine(results)}"]
     if results["machine"]["device"] != "CPU":
         parts += [_claims(results), _misses(results)]
-    parts.append(_cells(results))
+    parts += [_failed(results), _cells(results)]
     parts += [_schedule(results), _pairs("Host time, microseconds a call", results.get("host"))]
     parts += [_cpu(results), _seconds(results), _steps(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -77,6 +77,11 @@ def _misses(results: dict[str, Any]) -> str:
     missed = [cell for cell in results.get("cells", []) if cell["ratios"]["rebuild"]["median"] > MISS]
     lines = [f"- `{c['name']}`: {_interval(c['ratios']['rebuild'])} of `{c['best']}`" for c in missed]
     return "## Misses\n\n" + ("\n".join(lines) or "None.") if results.get("cells") else ""
+
+
+def _failed(results: dict[str, Any]) -> str:
+    lines = [f"- `{what}`: {text.strip().splitlines()[-1][:300]}" for what, text in results.get("failed", {}).items()]
+    return "## Failed\n\n" + "\n".join(lines) if lines else ""
 
 
 def _cells(results: dict[str, Any]) -> str:
