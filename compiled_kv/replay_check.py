@@ -10,9 +10,11 @@ check_replay(decode_step, walk(serving("verify", window=64), steps=500))
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,7 +271,7 @@ class FunctionReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in READS:
-            raise Different(Difference("host read", f"the step calls Tensor.{func.__name__}"))
+            raise Different(Difference("host read", f"the step calls Tensor.{func.__name__} {_caller()}"))
         return func(*args, **(kwargs or {}))
 
 
@@ -279,8 +281,17 @@ class DispatchReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masked = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         if func in counts.READS or masked:
-            raise Different(Difference("host read", f"the step calls {func}"))
+            raise Different(Difference("host read", f"the step calls {func} {_caller()}"))
         return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """Where the code that is neither torch's nor this package's stands now."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return f"at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
 def make_pools(given: Serving, device: torch.device) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +239,45 @@ def test_padding_rows_read_nothing_of_the_request_left_in_them(device: str) -> N
 
 def test_powers_of_two_end_with_the_largest() -> None:
     assert [powers_of_two(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+STEPS_FILE = """
+def good(buffers, batch_size):
+    return buffers.metadata(batch_size).cache_seqlens * 2
+
+def reads(buffers, batch_size):
+    meta = buffers.metadata(batch_size)
+    return meta.cache_seqlens.max().item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "shown"),
+    [
+        (["steps:good", "--scenario", "story"], 0, "extend: story: 8 steps, 15 requests"),
+        (["--scenario", "walk", "--steps", "20", "--mode", "verify", "--window", "40"], 0, "verify: walk, seed 0: 20 steps"),
+        (["steps:reads", "--mode", "decode"], 1, "host read before the first step: the step calls Tensor.item at"),
+        (["--events", "short.txt", "--mode", "decode"], 0, "decode: short.txt: 1 steps, 1 requests"),
+        (["--events", "steps.py"], 2, "steps.py: line 2 must be one of join, finish"),
+        (["--events", "none.txt"], 2, "none.txt: No such file"),
+        (["--trace", "none.csv"], 2, "none.csv: No such file"),
+        (["steps:none"], 2, "steps:none must name a function as MODULE:FUNCTION"),
+        (["steps:__name__"], 2, "must be a function of (buffers, batch_size), got str"),
+    ],
+    ids=["good", "walk", "reads", "events", "no-events", "no-file", "no-trace", "no-step", "no-function"],
+)
+def test_command(arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("click.testing")
+    from compiled_kv.replay_command import command
+
+    (tmp_path / "steps.py").write_text(STEPS_FILE)
+    (tmp_path / "short.txt").write_text("join 20\nstep 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "steps", raising=False)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    ran = testing.CliRunner().invoke(command, [*arguments, "--eager"])
+    assert ran.exit_code == status, ran.output
+    assert shown in ran.output
 
 
 @pytest.mark.gpu

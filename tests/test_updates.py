@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.tracing import capture
 from compiled_kv.updates import clear_held, new_held, update_metadata
-from tests.cases import CASES, DEVICES, LAYOUT, batch, pool_of_pages
+from tests.cases import CASES, DEVICES, LAYOUT, batch, needs_cuda, pool_of_pages
 from tests.conftest import INTERPRETED
 from tests.harness import Batch, bit_names
 from tests.strategies import Choices, batch_of, layout_of
@@ -282,8 +283,36 @@ def test_opcheck(mode: str, device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
-def test_the_same_interpreted() -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [["tests/test_updates.py"], ["tests/test_replay.py", "-k", "every_byte and verify and page-map and 16"]],
+    ids=["updates", "replay"],
+)
+def test_the_same_interpreted(chosen: list[str]) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *chosen],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stdout[-4000:]
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_rows_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
+    """Kind 11: a row stride of 2^20 and request row 2048, and a slot beyond 2^31."""
+    layout = KVLayout(page_size=64, max_context_len=1 << 20)
+    pool = torch.zeros(2049, 1 << 20, dtype=dtype, device="cuda")
+    slot = 2147483653 if dtype == torch.int64 else 2147483647
+    pool[2048, (1 << 20) - 64 :] = slot
+    rig = Rig(layout, "cuda", 1, mapped=False)
+    call = {"req_pool_indices": [2048], "seq_lens": [1 << 20], "generations": [3]}
+    update_metadata(
+        pool, **{name: torch.tensor(values, device="cuda") for name, values in call.items()}, layout=layout, held=rig.held, out=rig.out
+    )  # fmt: skip
+    assert rig.out.page_table[0, (1 << 14) - 1].item() == slot // 64
+    assert rig.out.slot_mapping is not None and rig.out.slot_mapping.tolist() == [slot]

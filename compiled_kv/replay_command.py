@@ -1,0 +1,97 @@
+"""`compiled-kv replay`: play scenarios through a captured step and compare every byte."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from compiled_kv.demo.trace import TraceError, read_trace, synthetic_trace
+from compiled_kv.replay_check import ReplayFault, Step, check_replay, metadata_step
+from compiled_kv.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
+from compiled_kv.scheduler import Serving
+
+KINDS = ("story", "walk", "trace")
+
+
+class Refused(click.ClickException):
+    """Bad input: one line, exit status 2."""
+
+    exit_code = 2
+
+
+@click.command("replay")
+@click.argument("step", metavar="[MODULE:FUNCTION]", required=False)
+@click.option("--scenario", type=click.Choice([*KINDS, "all"]), default="all", show_default=True)
+@click.option("--mode", type=click.Choice([*MODES, "all"]), default="all", show_default=True, help="What a step computes.")
+@click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Of a walk and of a trace.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the walk and of the synthetic trace.")
+@click.option("--trace", "file", type=click.Path(path_type=Path), help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")
+@click.option("--events", type=click.Path(path_type=Path), help="Play a printed scenario in place of these.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of the largest batch.")
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--context", type=click.IntRange(min=8), default=512, show_default=True, help="Longest context.")
+@click.option("--window", type=click.IntRange(min=1), help="Sliding window; none without.")
+@click.option("--eager", is_flag=True, help="Leave the step uncompiled on the CPU.")
+def command(
+    step: str | None, scenario: str, mode: str, steps: int, seed: int, file: Path | None, events: Path | None, device: str,
+    batch: int, page_size: int, context: int, window: int | None, eager: bool,
+) -> None:  # fmt: skip
+    """Replay the decode step MODULE:FUNCTION, called as step(buffers, batch_size), under scenarios that change its batch.
+
+    Without it, a step that is nothing but its metadata. Exit status: 0 no difference, 1 a fault, 2 bad input.
+    """
+    decode_step = load_step(step) if step else metadata_step
+    for each in MODES if mode == "all" else (mode,):
+        given = serving(
+            each, page_size=page_size, max_context_len=context, max_batch_size=batch, window=window
+        )
+        for played in [read_events(events, given)] if events else make(scenario, given, steps, seed, file):
+            try:
+                report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")
+            except ReplayFault as fault:
+                raise click.ClickException(f"{each}: {fault}") from None
+            click.echo(f"{each}: {report}")
+
+
+def load_step(name: str) -> Step:
+    """The function that MODULE:FUNCTION names."""
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        step = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Refused(f"{name} must name a function as MODULE:FUNCTION: {error}") from None
+    if not callable(step):
+        raise Refused(f"{name} must be a function of (buffers, batch_size), got {type(step).__name__}")
+    return step
+
+
+def make(kind: str, given: Serving, steps: int, seed: int, file: Path | None) -> list[Scenario]:
+    """The scenarios asked for."""
+    made = []
+    for each in KINDS if kind == "all" else (kind,):
+        if each == "trace":
+            try:
+                lengths = read_trace(file) if file else synthetic_trace(200, seed)
+            except TraceError as error:
+                raise Refused(str(error)) from None
+            except OSError as error:
+                raise Refused(f"{file}: {error.strerror}") from None
+            made.append(trace(given, [(row.context, row.generated) for row in lengths], steps))
+        else:
+            made.append(story(given) if each == "story" else walk(given, steps, seed))
+    return made
+
+
+def read_events(path: Path, given: Serving) -> Scenario:
+    """A scenario from a file of one event a line."""
+    try:
+        return Scenario(path.name, given, parse_events(path.read_text()))
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"{path}: {error}") from None
