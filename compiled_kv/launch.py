@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from compiled_kv.layout import ceil_div
+from compiled_kv.status import DEBUG
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -40,6 +41,7 @@ def kernel(fn: Callable[..., None]) -> Any:
         fn,
         do_not_specialize=[name for name in runtime if not name.endswith("_ptr")],
         do_not_specialize_on_alignment=[name for name in runtime if name.endswith("_ptr")],
+        debug=DEBUG or None,  # without it Triton drops every device_assert
     )
 
 
