@@ -87,7 +87,7 @@ def decode_metadata_kernel(
                 beyond = queries
                 if q_lens_ptr is None:
                     queries += active * q_len
-                    beyond += batch_size.to(tl.int64) * q_len
+                    beyond += (tl.zeros([], tl.int64) + batch_size) * q_len
                 if slots_ptr is not None:
                     bits |= tl.where(queries > num_slots, TOO_MANY_TOKENS, 0)
                 else:
