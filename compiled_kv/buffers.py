@@ -6,45 +6,28 @@
         meta = buffers.metadata(batch_size)          one launch; of the page tables only what changed is written
         return model(buffers.token_ids[:batch_size], meta)
 
-    buffers.load(DecodeBatch(rows=[3, 1], seq_lens=[70, 5], generations=[0, 2], token_ids=[11, 12]))    one copy to the device
+    buffers.load(DecodeBatch(rows=[3, 1], seq_lens=[70, 5], generations=[0, 2], token_ids=[11, 12]))       one copy
     decode_step(buffers, 2)
 
-They are buffers of a module because `torch.compile` skips CUDA graphs for graph inputs that are mutated, but not for these.
+They are buffers of a module because `torch.compile` skips CUDA graphs for graph inputs that are mutated, but not for
+these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compiled_kv.batches import DecodeBatch, check_batch, check_tensors
 from compiled_kv.checks import INTS, Sizes, check_int, check_width
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.staging import Ring
 from compiled_kv.updates import clear_held, new_held, update_metadata
 from compiled_kv.windows import check_map
-
-Ints = Sequence[int] | Tensor
-
-
-class DecodeBatch(NamedTuple):
-    """One step's batch of n requests: Python ints, or int tensors that are on the device already (all, or none)."""
-
-    rows: Ints
-    """[n] the pool row of each request."""
-    seq_lens: Ints
-    """[n] committed tokens, as `decode_metadata` counts them."""
-    generations: Ints
-    """[n] a number that changes whenever the pages of the row's committed tokens do."""
-    q_lens: Ints | None = None
-    """[n] queries of each request; with `ragged` buffers alone."""
-    slots: Ints | None = None
-    """[t] where each token is written; with `given_slots` alone."""
-    token_ids: Ints | None = None
-    """[t] token of each query, row after row. None leaves those on the device alone."""
 
 
 class DecodeBuffers(nn.Module):
@@ -62,8 +45,8 @@ class DecodeBuffers(nn.Module):
         pad_seqlen: `cache_seqlens` of a padding row.
 
     Buffers, none of them in `state_dict`: `inputs` int64, `status` int32 [1], `held` int64 [M, parts, 5], and those of
-    DecodeMetadata with room for M rows and M * Q tokens. They move with the module; a set belongs to its device and, on CUDA, to
-    the stream that was current when it was made or moved.
+    DecodeMetadata with room for M rows and M * Q tokens. They move with the module; a set belongs to its device and, on
+    CUDA, to the stream that was current when it was made or moved.
     """
 
     inputs: Tensor
@@ -207,7 +190,8 @@ class DecodeBuffers(nn.Module):
         return update_metadata(
             self.req_to_token, self.req_pool_indices[:batch_size], self.seq_lens[:batch_size],
             self.generations[:batch_size], layout=self.layout, held=self.held, out=self.out(), seq_len_delta=delta,
-            q_len=self.q_len if q_lens is None else q_lens[:batch_size], slots=None if slots is None else slots[:tokens],
+            q_len=self.q_len if q_lens is None else q_lens[:batch_size],
+            slots=None if slots is None else slots[:tokens],
             num_tokens=tokens if self.ragged or self.given_slots else None, full_to_swa=self.full_to_swa,
             page_map=self.page_map, num_reqs=self.num_reqs, pad_seqlen=self.pad_seqlen, status=self.status,
         )  # fmt: skip
@@ -220,14 +204,15 @@ class DecodeBuffers(nn.Module):
         clear_held(self.held)
 
     def load(self, batch: DecodeBatch) -> int:
-        """Refresh the inputs, with one copy to the device or, where the batch is there already, none; the rest is padding.
+        """Refresh the inputs, with one copy to the device or, where the batch is there already, none; the rest is
+        padding.
 
         Returns:
             The number of requests.
 
         Raises:
-            TypeError, ValueError: an entry has the wrong kind or length, or a number that the host knows is out of bounds; nothing
-            is written.
+            TypeError, ValueError: an entry has the wrong kind or length, or a number that the host knows is out of
+                bounds; nothing is written.
             RuntimeError: on CUDA, another stream than the buffers' own is current.
         """
         ring = self._ring
@@ -274,56 +259,6 @@ class DecodeBuffers(nn.Module):
     def _refuse_stream(self) -> None:
         now = torch._C._cuda_getCurrentRawStream(self._device_index)
         raise RuntimeError(
-            f"buffers belong to the stream they were made on, {self._stream:#x}, but stream {now:#x} is current: make a set of "
-            "buffers for each stream"
+            f"buffers belong to the stream they were made on, {self._stream:#x}, but stream {now:#x} is current: make "
+            "a set of buffers for each stream"
         )
-
-
-def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
-    """Refuse what the host can see to be wrong in a batch of Python ints."""
-    given = {name: values for name, values in batch._asdict().items() if values is not None}
-    for name, values in given.items():
-        if isinstance(values, Tensor):
-            raise TypeError(f"batch.{name} must hold Python ints, as batch.rows does, got a tensor")
-    _check_lengths(buffers, given)
-    _check_range("rows", given["rows"], buffers.req_to_token.shape[0] - 1)
-    _check_range("seq_lens", given["seq_lens"])
-    delta = buffers.seq_len_delta
-    try:
-        buffers.layout.check(length + delta for length in given["seq_lens"])
-    except ValueError as error:
-        raise ValueError(f"batch.seq_lens plus seq_len_delta={delta}: {error}") from None
-    if buffers.ragged:
-        _check_range("q_lens", given["q_lens"], buffers.q_len)
-
-
-def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
-    """Refuse tensors of a wrong kind, shape or device."""
-    sizes = Sizes()
-    sizes.device, sizes.device_of = buffers.inputs.device, "the buffers"
-    for name, values in given.items():
-        sizes.check(
-            f"batch.{name}", values, INTS, "n" if name in ("rows", "seq_lens", "generations", "q_lens") else "t"
-        )
-    _check_lengths(buffers, given)
-
-
-def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
-    size = len(given["rows"])
-    if size > buffers.max_batch_size:
-        raise ValueError(f"batch.rows must hold at most max_batch_size={buffers.max_batch_size} requests, got {size}")
-    for name, wanted in (("q_lens", buffers.ragged), ("slots", buffers.given_slots)):
-        if (name in given) != wanted:
-            came = "got none" if wanted else "got some"
-            raise ValueError(f"batch.{name} must be {'given' if wanted else 'None'} for these buffers, {came}")
-    for name, values in given.items():
-        per_row = name in ("seq_lens", "generations", "q_lens")
-        if per_row and len(values) != size:
-            raise ValueError(f"batch.{name} must have one entry for each of the {size} rows, got {len(values)}")
-        if not per_row and name != "rows" and len(values) > size * buffers.q_len:
-            raise ValueError(f"batch.{name} must have at most {size * buffers.q_len} entries, got {len(values)}")
-
-
-def _check_range(name: str, values: Sequence[int], most: int | None = None) -> None:
-    for index, value in enumerate(values):
-        check_int(f"batch.{name}[{index}]", value, 0, most)

@@ -1,42 +1,40 @@
 """A decode step captured once for each of a few batch sizes, and replayed for any batch up to the largest.
 
     step = DecodeGraphs(decode_step, buffers, batch_sizes=[1, 2, 4, 8])
-    logits = step(DecodeBatch(rows=[3, 1, 5], seq_lens=[70, 5, 9], generations=[0, 2, 0]))      replays the graph of 4 rows
+    logits = step(DecodeBatch(rows=[3, 1, 5], seq_lens=[70, 5, 9], generations=[0, 2, 0]))     the graph of 4 rows
 
-`decode_step(buffers, batch_size, *args)` calls `buffers.metadata(batch_size)` and whatever follows from it. Live rows are counted
-on the device; what the step returns belongs to the graph and holds until its next replay. On the CPU the same class runs the
-compiled step, and holds its caller to the same rules.
+`decode_step(buffers, batch_size, *args)` calls `buffers.metadata(batch_size)` and whatever follows from it. Live rows
+are counted on the device; what the step returns belongs to the graph and holds until its next replay. On the CPU the
+same class runs the compiled step, and holds its caller to the same rules.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
-from compiled_kv.launch import INTERPRETED, triton
+from compiled_kv.frozen import REPLAYED, Frozen, address, refuse_cold_start, unguarded
+from compiled_kv.launch import INTERPRETED
 
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
-REPLAYED = "a captured graph reads the address that it was captured with"
 
 
 class DecodeGraphs:
     """`decode_step` for every batch up to the largest of `batch_sizes`.
 
     Args:
-        decode_step: called as decode_step(buffers, batch_size, *args, **kwargs); eager, or compiled by torch.compile (not with
-            a mode that captures by itself).
+        decode_step: called as decode_step(buffers, batch_size, *args, **kwargs); eager, or compiled by torch.compile
+            (not with a mode that captures by itself).
         buffers: what it reads its batch from.
         batch_sizes: the buckets; a batch is padded to the smallest that holds it.
-        args, kwargs: what else the step takes. They are frozen: later calls pass the same values, and tensors at the same
-            addresses, or nothing, which means these.
+        args, kwargs: what else the step takes. They are frozen: later calls pass the same values, and tensors at the
+            same addresses, or nothing, which means these.
         null_pages: views of the null pages of K/V pools, put back as they were after warm-up and capture.
         backend: what compiles an eager step on the CPU; None leaves it eager. On CUDA a step is captured as it is.
 
@@ -46,8 +44,9 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decode_step: Callable[..., Any], buffers: DecodeBuffers, batch_sizes: Sequence[int], args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None, *, null_pages: Sequence[Tensor] = (), backend: str | None = "inductor",
+        self, decode_step: Callable[..., Any], buffers: DecodeBuffers, batch_sizes: Sequence[int],
+        args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+        null_pages: Sequence[Tensor] = (), backend: str | None = "inductor",
     ) -> None:  # fmt: skip
         self.batch_sizes = sorted(set(batch_sizes))
         for index, size in enumerate(self.batch_sizes):
@@ -56,7 +55,7 @@ class DecodeGraphs:
             raise ValueError("batch_sizes must hold at least one size, got none")
         self.buffers, self.args, self.kwargs = buffers, tuple(args), dict(kwargs or {})
         self.on_cuda = buffers.inputs.device.type == "cuda"
-        self.step = decode_step if self.on_cuda or backend is None else _compiled(decode_step, backend)
+        self.step = decode_step if self.on_cuda or backend is None else compiled(decode_step, backend)
         largest = self.batch_sizes[-1]
         self._bucket = [next(size for size in self.batch_sizes if size >= n) for n in range(largest + 1)]
         self._graphs: dict[int, Any] = {}
@@ -111,7 +110,8 @@ class DecodeGraphs:
         then, now = dict(zip(self._names, self._pointers)), dict(zip(*_pointers(self.buffers)))
         name = next(name for name in then | now if then.get(name) != now.get(name))
         raise ValueError(
-            f"buffers.{name} moved from {_hex(then.get(name))} to {_hex(now.get(name))}: {REPLAYED}; write into it instead"
+            f"buffers.{name} moved from {address(then.get(name))} to {address(now.get(name))}: {REPLAYED}; "
+            "write into it instead"
         )
 
     def _prepare(self) -> None:
@@ -125,7 +125,7 @@ class DecodeGraphs:
             with torch.cuda.device(self.buffers.inputs.device):
                 self._capture(sizes)
         else:
-            for guard in (_unguarded, refuse_cold_start):
+            for guard in (unguarded, refuse_cold_start):
                 for size in sizes:
                     with guard(_name(self.step)):
                         self.step(self.buffers, size, *self.args, **self.kwargs)
@@ -148,91 +148,7 @@ class DecodeGraphs:
         torch.cuda.synchronize()
 
 
-class Frozen:
-    """The arguments of a captured step: values that may not change, tensors that may not move."""
-
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.parameters = _parameters(step)
-        self.leaves = self._flatten(args, kwargs)
-        self.pointers = {name: leaf.data_ptr() for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
-
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        named = {self.parameters[i] if i < len(self.parameters) else f"args[{i}]": arg for i, arg in enumerate(args)}
-        found: dict[str, Any] = {}
-        for name, value in (named | kwargs).items():
-            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-                found[name + pytree.keystr(path)] = leaf
-        return found
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Mapping[int, Any]) -> None:
-        """Refuse what is not as it was, by name."""
-        leaves = self._flatten(args, kwargs)
-        for name in self.leaves.keys() | leaves.keys():
-            if (name in leaves) != (name in self.leaves):
-                raise ValueError(
-                    f"argument {name} must be passed as it was at capture: {'added' if name in leaves else 'missing'}"
-                )
-        for name, leaf in leaves.items():
-            was = self.leaves[name]
-            if isinstance(leaf, Tensor) and isinstance(was, Tensor):
-                if leaf.data_ptr() != self.pointers[name] or leaf.shape != was.shape or leaf.stride() != was.stride():
-                    self._refuse_tensor(name, leaf, outputs)
-            elif type(leaf) is not type(was) or leaf != was:
-                raise ValueError(
-                    f"argument {name} changed from {was!r} to {leaf!r}: a captured graph holds the value that it was captured "
-                    "with; pass what changes as a tensor"
-                )
-
-    def _refuse_tensor(self, name: str, leaf: Tensor, outputs: Mapping[int, Any]) -> None:
-        mine = {
-            t.untyped_storage().data_ptr() for t in pytree.tree_leaves(list(outputs.values())) if isinstance(t, Tensor)
-        }
-        if leaf.untyped_storage().data_ptr() in mine:
-            raise ValueError(
-                f"argument {name} is an output of these graphs, in their memory pool, which the next replay overwrites: copy it "
-                "into a buffer of your own"
-            )
-        raise ValueError(
-            f"argument {name} moved from {_hex(self.pointers[name])} {list(self.leaves[name].shape)} to {_hex(leaf.data_ptr())} "
-            f"{list(leaf.shape)}: {REPLAYED}; copy into the captured tensor instead"
-        )
-
-
-@contextmanager
-def _unguarded(_: str) -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def refuse_cold_start(step: str) -> Iterator[None]:
-    """Inside, whatever would compile raises a RuntimeError that names it: a capture must meet nothing for the first time."""
-    cold: list[str] = []
-
-    def met(*_: Any, **given: Any) -> bool:
-        cold.append(f"kernel {getattr(given.get('fn'), 'name', given.get('repr'))}")
-        raise RuntimeError(cold[-1])
-
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
-    before = getattr(runtime, "jit_cache_hook", None)
-    if runtime is not None:
-        runtime.jit_cache_hook = met
-    try:
-        with torch.compiler.set_stance("fail_on_recompile"):
-            yield
-    except Exception as error:
-        if not cold and "fail_on_recompile" not in str(error):
-            raise
-        what = cold[0] if cold else "a function compiled by torch.compile"
-        raise RuntimeError(
-            f"{step} met {what} for the first time under capture, where nothing can be compiled: it must take the same path "
-            f"each time, so that warming up reaches everything ({error})"
-        ) from error
-    finally:
-        if runtime is not None:
-            runtime.jit_cache_hook = before
-
-
-def _compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
     if INTERPRETED or hasattr(step, "_torchdynamo_orig_callable") or isinstance(step, torch._dynamo.OptimizedModule):
         return step
     return torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
@@ -243,18 +159,5 @@ def _pointers(buffers: DecodeBuffers) -> tuple[list[str], list[int]]:
     return list(tensors), list(map(Tensor.data_ptr, tensors.values()))
 
 
-def _parameters(step: Callable[..., Any]) -> list[str]:
-    """Names of what the step takes after buffers and batch_size."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:]
-
-
 def _name(step: Callable[..., Any]) -> str:
     return getattr(step, "__qualname__", type(step).__name__)
-
-
-def _hex(pointer: int | None) -> str:
-    return "nowhere" if pointer is None else f"{pointer:#x}"

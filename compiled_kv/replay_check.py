@@ -1,4 +1,5 @@
-"""Proof that a captured step stays right: play a scenario through capture and replay, compare every byte with Python ints.
+"""Proof that a captured step stays right: play a scenario through capture and replay, compare every byte with Python
+ints.
 
 check_replay(decode_step, walk(serving("verify", window=64), steps=500))
 -> ReplayFault: stale tail in step 7 of story: page_table[2, 1] holds 9, expected 0: row 2 has 1 live columns
@@ -10,28 +11,26 @@ check_replay(decode_step, walk(serving("verify", window=64), steps=500))
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_kv import counts
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay import DecodeGraphs, _compiled
-from compiled_kv.replay_reference import Difference, Expected, ReferenceBuffers
+from compiled_kv.holdings import Planned, Serving
+from compiled_kv.reference_buffers import ReferenceBuffers
+from compiled_kv.replay import DecodeGraphs, compiled
+from compiled_kv.replay_names import Difference
+from compiled_kv.replay_pools import apply, contents, make_pools
+from compiled_kv.replay_reference import Expected
+from compiled_kv.replay_watch import Different, DispatchReads, FunctionReads, naming, watched
 from compiled_kv.scenarios import Event, Scenario, serving, shorter, story
-from compiled_kv.scheduler import NOWHERE, Scheduler, Serving, Write, play
+from compiled_kv.scheduler import Scheduler, play
 
 Step = Callable[..., Any]
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
 def metadata_step(buffers: DecodeBuffers, batch_size: int) -> Any:
@@ -45,7 +44,9 @@ class ReplayFault(AssertionError):
     def __init__(self, difference: Difference, step: int, scenario: Scenario) -> None:
         self.fault, self.sentence, self.step, self.scenario = *difference, step, scenario
         where = f"in step {step} of {scenario.name}" if step else "before the first step"
-        shown = f"\nthe shortest scenario found that shows it, {len(scenario.events)} events:\n{scenario}" if step else ""
+        shown = (
+            f"\nthe shortest scenario found that shows it, {len(scenario.events)} events:\n{scenario}" if step else ""
+        )
         super().__init__(f"{self.fault} {where}: {self.sentence}{shown}")
 
 
@@ -76,8 +77,8 @@ def check_replay(
 ) -> ReplayReport:  # fmt: skip
     """Play `scenario` through `DecodeGraphs` and compare every buffer, and what the step returns, after every step.
 
-    Buffers are compared with Python ints from the scheduler's own lists, outputs with an eager run of the step on those. A host
-    read, an allocation (CUDA), a tensor that moves and a compilation after warm-up are faults too.
+    Buffers are compared with Python ints from the scheduler's own lists, outputs with an eager run of the step on
+    those. A host read, an allocation (CUDA), a tensor that moves and a compilation after warm-up are faults too.
 
     Args:
         decode_step: as for `DecodeGraphs`.
@@ -85,7 +86,8 @@ def check_replay(
         steps: play this many only.
         device: "cpu", where the step is compiled by `backend`, or a CUDA device, where it is captured.
         batch_sizes: the buckets; powers of two up to the scenario's largest batch by default.
-        args, kwargs: what else the step takes; a callable is called anew before each step (how a caller's mistake is planted).
+        args, kwargs: what else the step takes; a callable is called anew before each step (how a caller's mistake is
+            planted).
         buffers, graphs: what to make them with.
         outputs_every: compare outputs in every so many steps; 0 for never.
         attempts: scenarios tried to find a shorter one that fails; 0 leaves it as it is.
@@ -97,7 +99,7 @@ def check_replay(
     scenario = scenario if steps is None else scenario.first(steps)
     eager = getattr(decode_step, "_torchdynamo_orig_callable", decode_step)
     on_cpu = torch.device(device).type == "cpu"
-    step = _compiled(decode_step, backend) if on_cpu and backend is not None else decode_step
+    step = compiled(decode_step, backend) if on_cpu and backend is not None else decode_step
     player = Player(
         step, eager, torch.device(device), batch_sizes, tuple(args), dict(kwargs or {}), buffers, graphs, outputs_every
     )
@@ -212,120 +214,7 @@ class Player:
                     raise Different(Difference("wrong output", where)) from None
 
 
-class Different(Exception):
-    """A difference on its way to become a ReplayFault."""
-
-    def __init__(self, difference: Difference) -> None:
-        self.difference = difference
-        super().__init__(difference.sentence)
-
-
-# What an error of the step or of its graphs means, by a phrase in it.
-PHRASES = {
-    "for the first time under capture": "cold compile",
-    "fail_on_recompile": "cold compile",
-    "changed from": "frozen argument",
-    "is an output of these graphs": "output fed back",
-    " moved from ": "moved pointer",
-    "must not overlap": "overlapping outputs",
-    "synchronizing CUDA operation": "host read",
-    "operation not permitted when stream is capturing": "host read",
-    "operation failed due to a previous error during capture": "host read",
-}
-
-
-@contextmanager
-def naming(fault: Callable[[Difference], ReplayFault]) -> Iterator[None]:
-    """Turn what goes wrong inside into a ReplayFault, where it has a name."""
-    try:
-        yield
-    except Different as error:
-        raise fault(error.difference) from None
-    except (RuntimeError, ValueError) as error:
-        for phrase, name in PHRASES.items():
-            if phrase in str(error):
-                raise fault(Difference(name, str(error).splitlines()[0])) from error
-        raise
-
-
-@contextmanager
-def watched(device: torch.device, number: int) -> Iterator[None]:
-    """Inside, nothing may compile, wait for the device or, after the first step, allocate on it."""
-    if device.type != "cuda":
-        with torch.compiler.set_stance("fail_on_recompile"):
-            yield
-        return
-    before, mode = torch.cuda.memory_stats(device)["allocation.all.allocated"], torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    made = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
-    if made and number > 1:
-        raise Different(Difference("allocation", f"{made} allocations on the device in one step"))
-
-
-class FunctionReads(TorchFunctionMode):
-    """Refuses Python's ways to read a tensor."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
-            raise Different(Difference("host read", f"the step calls Tensor.{func.__name__} {_caller()}"))
-        return func(*args, **(kwargs or {}))
-
-
-class DispatchReads(TorchDispatchMode):
-    """Refuses operators whose result is a number or a size that the host must know."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masked = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if func in counts.READS or masked:
-            raise Different(Difference("host read", f"the step calls {func} {_caller()}"))
-        return func(*args, **(kwargs or {}))
-
-
-def _caller() -> str:
-    """Where the code that is neither torch's nor this package's stands now."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-    return f"at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-
-
-def make_pools(given: Serving, device: torch.device) -> dict[str, Tensor]:
-    """The allocator's tensors: every slot and mapping none, the null page its own."""
-    page_size = given.layout.page_size
-    shapes = {"req_to_token": (given.max_reqs, given.layout.max_num_pages * page_size)}
-    if given.num_swa_pages:
-        shapes |= (
-            {"page_map": (given.num_pages,)} if given.page_map else {"full_to_swa": (given.num_pages * page_size,)}
-        )  # type: ignore[dict-item]
-    pools = {name: torch.full(shape, NOWHERE, dtype=torch.int64, device=device) for name, shape in shapes.items()}
-    for name, null in (("full_to_swa", page_size), ("page_map", 1)):
-        if name in pools:
-            pools[name][:null] = torch.arange(null)
-    return pools
-
-
-def apply(writes: list[Write], pools: Mapping[str, Tensor]) -> None:
-    """What the scheduler wrote since, in order."""
-    for name, row, start, values in writes:
-        line = pools[name][row] if pools[name].ndim == 2 else pools[name]
-        line[start : start + len(values)] = torch.tensor(values)
-
-
-def contents(buffers: DecodeBuffers) -> dict[str, Any]:
-    """Every buffer as nested lists."""
-    tensors = {name: t for name, t in buffers.out()._asdict().items() if t is not None}
-    inputs = buffers.inputs.tolist()
-    found: dict[str, Any] = {"inputs": {name: inputs[a:b] for name, (a, b) in buffers._places.items()}}
-    found |= {name: tensor.tolist() for name, tensor in tensors.items()}
-    return found | {"held": buffers.held.tolist(), "status": buffers.status.tolist()}
-
-
-def planned_nobody(given: Serving) -> Any:
+def planned_nobody(given: Serving) -> Planned:
     """A step without a request."""
     return next(planned for _, planned in play(given, [Event("step")]))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from compiled_kv.demo.trace import TraceError, read_trace, synthetic_trace
+from compiled_kv.holdings import Serving
 from compiled_kv.replay_check import ReplayFault, Step, check_replay, metadata_step
 from compiled_kv.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
-from compiled_kv.scheduler import Serving
 
 KINDS = ("story", "walk", "trace")
 
@@ -25,7 +25,9 @@ class Refused(click.ClickException):
 @click.command("replay")
 @click.argument("step", metavar="[MODULE:FUNCTION]", required=False)
 @click.option("--scenario", type=click.Choice([*KINDS, "all"]), default="all", show_default=True)
-@click.option("--mode", type=click.Choice([*MODES, "all"]), default="all", show_default=True, help="What a step computes.")
+@click.option(
+    "--mode", type=click.Choice([*MODES, "all"]), default="all", show_default=True, help="What a step computes."
+)
 @click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Of a walk and of a trace.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the walk and of the synthetic trace.")
 @click.option("--trace", "file", type=click.Path(path_type=Path), help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")
@@ -37,18 +39,17 @@ class Refused(click.ClickException):
 @click.option("--window", type=click.IntRange(min=1), help="Sliding window; none without.")
 @click.option("--eager", is_flag=True, help="Leave the step uncompiled on the CPU.")
 def command(
-    step: str | None, scenario: str, mode: str, steps: int, seed: int, file: Path | None, events: Path | None, device: str,
-    batch: int, page_size: int, context: int, window: int | None, eager: bool,
+    step: str | None, scenario: str, mode: str, steps: int, seed: int, file: Path | None, events: Path | None,
+    device: str, batch: int, page_size: int, context: int, window: int | None, eager: bool,
 ) -> None:  # fmt: skip
-    """Replay the decode step MODULE:FUNCTION, called as step(buffers, batch_size), under scenarios that change its batch.
+    """Replay the decode step MODULE:FUNCTION, called as step(buffers, batch_size), under scenarios that change its
+    batch.
 
     Without it, a step that is nothing but its metadata. Exit status: 0 no difference, 1 a fault, 2 bad input.
     """
     decode_step = load_step(step) if step else metadata_step
     for each in MODES if mode == "all" else (mode,):
-        given = serving(
-            each, page_size=page_size, max_context_len=context, max_batch_size=batch, window=window
-        )
+        given = serving(each, page_size=page_size, max_context_len=context, max_batch_size=batch, window=window)
         for played in [read_events(events, given)] if events else make(scenario, given, steps, seed, file):
             try:
                 report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")

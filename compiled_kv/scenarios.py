@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from compiled_kv.holdings import Serving
 from compiled_kv.layout import KVLayout, ceil_div
-from compiled_kv.scheduler import Serving
 
 
 class Event(NamedTuple):
@@ -97,8 +97,8 @@ def serving(
 
 
 def story(serving: Serving) -> Scenario:
-    """Kind 21: eight live; request 2 ends and the last row moves into its place; rows 0 and 5 cross a page; five live; one live;
-    eight again with new requests."""
+    """Kind 21: eight live; request 2 ends and the last row moves into its place; rows 0 and 5 cross a page; five live;
+    one live; eight again with new requests."""
     page = serving.layout.page_size
     eight = [Event("join", length) for length in (page - 2, 3, 5, 4, 2, page - 3, 7, 2 * page)]
     events = [*eight, Event("step", 1), Event("finish", 2), Event("step", 2), Event("step", 3), Event("step", 4)]
@@ -112,7 +112,8 @@ def story(serving: Serving) -> Scenario:
 
 
 def walk(serving: Serving, steps: int, seed: int = 0) -> Scenario:
-    """`steps` steps with random events between them, now few requests, now many; lengths gather at the edges of pages."""
+    """`steps` steps with random events between them, now few requests, now many; lengths gather at the edges of
+    pages."""
     rng, page, events, busy = random.Random(seed), serving.layout.page_size, [], 1
     others: list[Callable[[], Event]] = [
         lambda: Event("join", max(rng.randrange(1, 6) * page + rng.choice((-1, 0, 1)), 1)),
@@ -155,8 +156,8 @@ def trace(serving: Serving, lengths: Iterable[tuple[int, int]], steps: int, name
 
 
 def shorter(events: Sequence[Event], fails: Callable[[tuple[Event, ...]], bool], attempts: int) -> tuple[Event, ...]:
-    """The shortest events found that still fail, in at most `attempts` tries: the end of them, then parts left out, then
-    smaller numbers."""
+    """The shortest events found that still fail, in at most `attempts` tries: the end of them, then parts left out,
+    then smaller numbers."""
     left = attempts
 
     def tried(candidate: Sequence[Event]) -> bool:

@@ -4,8 +4,8 @@
     ring.fill(2, ([7, 8], [40, 50]))        a line that no copy reads any more: 2 | 7 8 -1 -1 | 40 50 0 0
     ring.send(9)                            copies it to `inputs`, asynchronously
 
-The ring has two halves. An event is recorded when the last line of a half has been sent, and waited for when that half begins
-anew, so that most steps touch no event at all.
+The ring has two halves. An event is recorded when the last line of a half has been sent, and waited for when that half
+begins anew, so that most steps touch no event at all.
 """
 
 from __future__ import annotations

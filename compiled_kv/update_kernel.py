@@ -28,13 +28,13 @@ from compiled_kv.rows_triton import (
 
 @device_function
 def _columns(length, width, PAGE_SIZE: tl.constexpr):
-    return tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width)
+    return tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)
 
 
 @device_function
 def _held_column(record_ptr, width):
     """A column on record, held to the row whatever stands there."""
-    return tl.minimum(tl.maximum(tl.load(record_ptr), 0), width)
+    return tl.minimum(tl.maximum(tl.load(record_ptr), 0), width).to(tl.int32)
 
 
 @device_function
@@ -74,7 +74,7 @@ def _update_row(
     old_first = _held_column(record_ptr + 4, width)
     live = tl.where(is_live, _columns(length, width, PAGE_SIZE), 0)
     settled = tl.minimum(_columns(clamped_length(seq_len, 0, cap), width, PAGE_SIZE), live)
-    first = tl.minimum(first_column(length, queries, window, PAGE_SIZE, WINDOWED), live)
+    first = tl.minimum(first_column(length, queries, window, PAGE_SIZE, WINDOWED), live).to(tl.int32)
     kept = (owner == old_owner) & (generation == old_generation) & (settled >= old_settled)
     start = tl.where(kept, old_settled, 0)
     start = tl.where(first < old_first, tl.minimum(start, first), start)
@@ -120,7 +120,7 @@ def update_metadata_kernel(
                 beyond = queries
                 if q_lens_ptr is None:
                     queries += active * q_len
-                    beyond += batch_size.to(tl.int64) * q_len
+                    beyond += (tl.zeros([], tl.int64) + batch_size) * q_len
                 if slots_ptr is not None:
                     bits |= tl.where(queries > num_slots, TOO_MANY_TOKENS, 0)
                 else:
@@ -133,7 +133,8 @@ def update_metadata_kernel(
         generation = load_at(generations_ptr, row, generation_stride, True, 0)
         queries = tl.zeros([], tl.int64) + q_len
         if q_lens_ptr is not None:
-            queries = clamped_queries(load_at(q_lens_ptr, row, q_stride, True, 0))
+            # Here, not where they are used: `row < active` would be kept, and spilled, all through the row's update.
+            queries = tl.where(row < active, clamped_queries(load_at(q_lens_ptr, row, q_stride, True, 0)), 0)
         is_live = (row < active) & (pool_row >= 0) & (pool_row < pool_rows)
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
@@ -152,7 +153,6 @@ def update_metadata_kernel(
             turn = parts - 1 - part
             first_token = row.to(tl.int64) * q_len
             if q_lens_ptr is not None:
-                queries = tl.where(row < active, queries, 0)
                 if turn * TOKENS < queries:
                     # In line: torch takes every pointer whose value a call returns into an address for a written one.
                     for begin in range(0, row, SCAN):

@@ -1,6 +1,8 @@
-"""Mistakes that serving engines make around a captured step, one after the other, each with the name `check_replay` has for it.
+"""Mistakes that serving engines make around a captured step, one after the other, each with the name `check_replay` has
+for it.
 
-To add one: a subclass of `DecodeBuffers` or `DecodeGraphs`, a step, or an argument that makes the mistake; the name; a scenario.
+To add one: a subclass of `DecodeBuffers` or `DecodeGraphs`, a step, or an argument that makes the mistake; the name; a
+scenario.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.replay import DecodeGraphs
 from compiled_kv.replay_check import Step, metadata_step
@@ -31,7 +34,7 @@ class Fault:
     runs_on: tuple[str, ...] = ("cpu", "cuda")
 
 
-SMALL = dict(page_size=4, max_context_len=64, max_batch_size=4)
+SMALL = {"page_size": 4, "max_context_len": 64, "max_batch_size": 4}
 
 
 def walking(mode: str = "decode", **changes: Any) -> Scenario:
@@ -102,7 +105,8 @@ class TrustedRow(DecodeBuffers):
 
 
 class TrustedDrafts(DecodeBuffers):
-    """An update that takes the pages of drafts for settled: a page given back with a rejected draft stays in the table."""
+    """An update that takes the pages of drafts for settled: a page given back with a rejected draft stays in the
+    table."""
 
     def metadata(self, batch_size: int, seq_len_delta: int | None = None) -> DecodeMetadata:
         before, held = self.page_table.clone(), self.held[:, 0].clone()
@@ -125,7 +129,8 @@ class FreshOutputs(DecodeBuffers):
 
 
 class OverwrittenStaging(DecodeBuffers):
-    """One host buffer, filled for the next step while the copy of this one is still under way: the device gets a mixture."""
+    """One host buffer, filled for the next step while the copy of this one is still under way: the device gets a
+    mixture."""
 
     def load(self, batch: DecodeBatch) -> int:
         size = super().load(batch)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from compiled_kv import reference
-from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
 from compiled_kv.staging import HALF, Ring
 from compiled_kv.tracing import capture
@@ -100,23 +101,29 @@ def test_tokens_on_the_device_are_left_alone(device: str) -> None:
 
 
 WRONG = {
-    "too-many": ("plain", DecodeBatch([1] * 5, [1] * 5, [0] * 5), "batch.rows must hold at most max_batch_size=4 requests, got 5"),
+    "too-many": ("plain", DecodeBatch([1] * 5, [1] * 5, [0] * 5),
+     "batch.rows must hold at most max_batch_size=4 requests, got 5"),
     "too-long": ("plain", DecodeBatch([1, 2], [3, 29], [0, 0]), "lengths[1]=29 needs 8 pages, has 7 (28 tokens)"),
-    "too-long-with-drafts": ("verify", DecodeBatch([1, 2], [3, 25], [0, 0]), "batch.seq_lens plus seq_len_delta=4: lengths[1]=29"),
+    "too-long-with-drafts": ("verify", DecodeBatch([1, 2], [3, 25], [0, 0]),
+     "batch.seq_lens plus seq_len_delta=4: lengths[1]=29"),
     "negative-length": ("plain", DecodeBatch([1], [-1], [0]), "batch.seq_lens[0] must be at least 0, got -1"),
     "row-outside-the-pool": ("plain", DecodeBatch([1, 6], [3, 3], [0, 0]), "batch.rows[1] must be at most 5, got 6"),
     "negative-row": ("plain", DecodeBatch([-1], [3], [0]), "batch.rows[0] must be at least 0, got -1"),
-    "few-lengths": ("plain", DecodeBatch([1, 2], [3], [0, 0]), "batch.seq_lens must have one entry for each of the 2 rows, got 1"),
-    "few-generations": ("plain", DecodeBatch([1, 2], [3, 3], [0]), "batch.generations must have one entry for each of the 2 rows"),
+    "few-lengths": ("plain", DecodeBatch([1, 2], [3], [0, 0]),
+     "batch.seq_lens must have one entry for each of the 2 rows, got 1"),
+    "few-generations": ("plain", DecodeBatch([1, 2], [3, 3], [0]),
+     "batch.generations must have one entry for each of the 2 rows"),
     "no-queries": ("ragged", BATCH, "batch.q_lens must be given for these buffers, got none"),
     "queries": ("plain", BATCH._replace(q_lens=[1, 1]), "batch.q_lens must be None for these buffers, got some"),
     "many-queries": ("ragged", BATCH._replace(q_lens=[1, 4]), "batch.q_lens[1] must be at most 3, got 4"),
     "no-slots": ("given", BATCH, "batch.slots must be given for these buffers, got none"),
     "many-slots": ("given", BATCH._replace(slots=[1, 2, 3]), "batch.slots must have at most 2 entries, got 3"),
     "many-tokens": ("plain", BATCH._replace(token_ids=[1, 2, 3]), "batch.token_ids must have at most 2 entries, got 3"),
-    "mixed": ("plain", BATCH._replace(seq_lens=torch.tensor([3, 3])), "batch.seq_lens must hold Python ints, as batch.rows does"),
+    "mixed": ("plain", BATCH._replace(seq_lens=torch.tensor([3, 3])),
+     "batch.seq_lens must hold Python ints, as batch.rows does"),
     "mixed-tensors": ("plain", on("cpu", BATCH)._replace(seq_lens=[3, 3]), "batch.seq_lens must be a tensor, got list"),
-    "float-tensor": ("plain", on("cpu", BATCH)._replace(seq_lens=torch.ones(2)), "batch.seq_lens must be int32 or int64, got float32"),
+    "float-tensor": ("plain", on("cpu", BATCH)._replace(seq_lens=torch.ones(2)),
+     "batch.seq_lens must be int32 or int64, got float32"),
     "tensor-on-meta": ("plain", on("meta", BATCH), "batch.rows must be on cpu, as the buffers is, got meta"),
     "text": ("plain", DecodeBatch(["a"], [3], [0]), "batch.rows[0] must be an int, got str"),
 }  # fmt: skip
@@ -162,7 +169,9 @@ def test_a_float_cast_leaves_integers_alone() -> None:
     assert buffers.load(BATCH) == 2
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda b: torch.load(_saved(b), weights_only=False)], ids=["copied", "pickled"])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda b: torch.load(_saved(b), weights_only=False)], ids=["copied", "pickled"]
+)
 def test_a_copy_is_a_set_of_its_own(clone: Any) -> None:
     buffers = make()
     buffers.load(BATCH)
@@ -230,7 +239,10 @@ def test_step_is_one_launch_without_copies(mode: str, dynamic: bool) -> None:
 @needs_cuda
 def test_another_stream_is_refused() -> None:
     buffers = make(device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="buffers belong to the stream they were made on"):
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        pytest.raises(RuntimeError, match="buffers belong to the stream they were made on"),
+    ):
         buffers.load(BATCH)
 
 

@@ -1,4 +1,5 @@
-"""A captured step stays right under every scenario, refuses what a capture cannot follow, and `check_replay` names mistakes."""
+"""A captured step stays right under every scenario, refuses what a capture cannot follow, and `check_replay` names
+mistakes."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.replay import DecodeGraphs
-from compiled_kv.replay_check import ReplayFault, Step, check_replay, make_pools, metadata_step, powers_of_two
+from compiled_kv.replay_check import ReplayFault, Step, check_replay, metadata_step, powers_of_two
+from compiled_kv.replay_pools import make_pools
 from compiled_kv.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
 from compiled_kv.scheduler import Scheduler, play
 from tests.cases import DEVICES, needs_cuda
@@ -199,11 +202,15 @@ def test_a_buffer_that_moved_is_refused_by_name(device: str) -> None:
 @devices
 def test_sizes_are_checked(device: str) -> None:
     step = graphs(device=device, sizes=[3])
-    with pytest.raises(ValueError, match="batch.rows must hold at most 3 requests, the largest bucket, got 4"):
+    with pytest.raises(ValueError, match=r"batch.rows must hold at most 3 requests, the largest bucket, got 4"):
         step(DecodeBatch([0, 1, 2, 3], [1] * 4, [0] * 4))
     with pytest.raises(ValueError, match="size must be at most 3, got 4"):
         step.replay(4)
-    for sizes, message in [([], "at least one size, got none"), ([0], r"batch_sizes\[0\] must be at least 1"), ([5], "at most 4, got 5")]:
+    for sizes, message in [
+        ([], "at least one size, got none"),
+        ([0], r"batch_sizes\[0\] must be at least 1"),
+        ([5], "at most 4, got 5"),
+    ]:
         with pytest.raises(ValueError, match=message):
             graphs(device=device, sizes=sizes)
 
@@ -255,7 +262,11 @@ def reads(buffers, batch_size):
     ("arguments", "status", "shown"),
     [
         (["steps:good", "--scenario", "story"], 0, "extend: story: 8 steps, 15 requests"),
-        (["--scenario", "walk", "--steps", "20", "--mode", "verify", "--window", "40"], 0, "verify: walk, seed 0: 20 steps"),
+        (
+            ["--scenario", "walk", "--steps", "20", "--mode", "verify", "--window", "40"],
+            0,
+            "verify: walk, seed 0: 20 steps",
+        ),
         (["steps:reads", "--mode", "decode"], 1, "host read before the first step: the step calls Tensor.item at"),
         (["--events", "short.txt", "--mode", "decode"], 0, "decode: short.txt: 1 steps, 1 requests"),
         (["--events", "steps.py"], 2, "steps.py: line 2 must be one of join, finish"),
@@ -266,7 +277,9 @@ def reads(buffers, batch_size):
     ],
     ids=["good", "walk", "reads", "events", "no-events", "no-file", "no-trace", "no-step", "no-function"],
 )
-def test_command(arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     testing = pytest.importorskip("click.testing")
     from compiled_kv.replay_command import command
 
@@ -310,7 +323,7 @@ def test_a_kernel_first_met_under_capture_is_named() -> None:
             never_seen[(1,)](meta.cache_seqlens)
         return meta.cache_seqlens
 
-    with pytest.raises(RuntimeError, match="met kernel .*never_seen.* for the first time under capture"):
+    with pytest.raises(RuntimeError, match=r"met kernel .*never_seen.* for the first time under capture"):
         graphs(late, "cuda")
 
 

@@ -1,4 +1,5 @@
-"""`update_metadata` writes what changed and nothing else, in any sequence of calls, as the oracle in Python ints does."""
+"""`update_metadata` writes what changed and nothing else, in any sequence of calls, as the oracle in Python ints
+does."""
 
 from __future__ import annotations
 
@@ -213,18 +214,27 @@ def test_clear_held_forgets() -> None:
 
 
 WRONG: list[tuple[str, Call, type[Exception], str]] = [
-    ("float-generations", {"generations": torch.zeros(3)}, TypeError, "generations must be int32 or int64, got float32"),
-    ("short-generations", {"generations": torch.zeros(2, dtype=torch.int64)}, ValueError, "generations must be [B] with B=3"),
-    ("narrow-record", {"held": torch.zeros(11, 2, 4, dtype=torch.int64)}, ValueError, "held must be contiguous [M, parts, 5]"),
+    ("float-generations", {"generations": torch.zeros(3)}, TypeError,
+     "generations must be int32 or int64, got float32"),
+    ("short-generations", {"generations": torch.zeros(2, dtype=torch.int64)}, ValueError,
+     "generations must be [B] with B=3"),
+    ("narrow-record", {"held": torch.zeros(11, 2, 4, dtype=torch.int64)}, ValueError,
+     "held must be contiguous [M, parts, 5]"),
     ("int32-record", {"held": torch.zeros(11, 2, 5, dtype=torch.int32)}, TypeError, "held must be int64, got int32"),
     ("small-record", {"held": torch.zeros(2, 2, 5, dtype=torch.int64)}, ValueError, "held must have at least 3 rows"),
-    ("small-table", {"page_table": torch.zeros(2, 7, dtype=torch.int32)}, ValueError, "out.page_table must have at least 3 rows"),
-    ("narrow-table", {"page_table": torch.zeros(11, 4, dtype=torch.int32)}, ValueError, "out.page_table must have at least 7 columns"),
-    ("int64-table", {"page_table": torch.zeros(11, 7, dtype=torch.int64)}, TypeError, "out.page_table must be int32, got int64"),
-    ("short-sums", {"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, ValueError, "out.cu_seqlens_k must have at least 4 entries"),
+    ("small-table", {"page_table": torch.zeros(2, 7, dtype=torch.int32)}, ValueError,
+     "out.page_table must have at least 3 rows"),
+    ("narrow-table", {"page_table": torch.zeros(11, 4, dtype=torch.int32)}, ValueError,
+     "out.page_table must have at least 7 columns"),
+    ("int64-table", {"page_table": torch.zeros(11, 7, dtype=torch.int64)}, TypeError,
+     "out.page_table must be int32, got int64"),
+    ("short-sums", {"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, ValueError,
+     "out.cu_seqlens_k must have at least 4 entries"),
     ("no-slots", {"slot_mapping": None}, ValueError, "out.slot_mapping must be a tensor for this call, got None"),
-    ("swa-without-map", {"swa_page_table": torch.zeros(11, 7, dtype=torch.int32)}, ValueError, "out.swa_page_table must be None"),
-    ("few-slots", {"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError, "out.slot_mapping must have at least 6 entries"),
+    ("swa-without-map", {"swa_page_table": torch.zeros(11, 7, dtype=torch.int32)}, ValueError,
+     "out.swa_page_table must be None"),
+    ("few-slots", {"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError,
+     "out.slot_mapping must have at least 6 entries"),
     ("pair-for-out", {"out": (1, 2)}, TypeError, "out must be a DecodeMetadata, got tuple"),
     ("bad-delta", {"seq_len_delta": -1}, ValueError, "seq_len_delta must be at least 0, got -1"),
 ]  # fmt: skip
@@ -312,7 +322,8 @@ def test_rows_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
     rig = Rig(layout, "cuda", 1, mapped=False)
     call = {"req_pool_indices": [2048], "seq_lens": [1 << 20], "generations": [3]}
     update_metadata(
-        pool, **{name: torch.tensor(values, device="cuda") for name, values in call.items()}, layout=layout, held=rig.held, out=rig.out
+        pool, **{name: torch.tensor(values, device="cuda") for name, values in call.items()},
+        layout=layout, held=rig.held, out=rig.out,
     )  # fmt: skip
     assert rig.out.page_table[0, (1 << 14) - 1].item() == slot // 64
     assert rig.out.slot_mapping is not None and rig.out.slot_mapping.tolist() == [slot]

@@ -25,7 +25,8 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from compiled_kv.buffers import DecodeBatch, DecodeBuffers
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata import decode_metadata
 from compiled_kv.replay import DecodeGraphs

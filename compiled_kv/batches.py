@@ -1,0 +1,86 @@
+"""One step's batch as the engine knows it, and what the host can see to be wrong in it.
+
+DecodeBatch(rows=[3, 1], seq_lens=[70, 5], generations=[0, 2], token_ids=[11, 12])
+rows=[3, 9] of a pool of 8 -> ValueError: batch.rows[1] must be at most 7, got 9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from compiled_kv.checks import INTS, Sizes, check_int
+
+if TYPE_CHECKING:
+    from compiled_kv.buffers import DecodeBuffers
+
+Ints = Sequence[int] | Tensor
+
+
+class DecodeBatch(NamedTuple):
+    """One step's batch of n requests: Python ints, or int tensors that are on the device already (all, or none)."""
+
+    rows: Ints
+    """[n] the pool row of each request."""
+    seq_lens: Ints
+    """[n] committed tokens, as `decode_metadata` counts them."""
+    generations: Ints
+    """[n] a number that changes whenever the pages of the row's committed tokens do."""
+    q_lens: Ints | None = None
+    """[n] queries of each request; with `ragged` buffers alone."""
+    slots: Ints | None = None
+    """[t] where each token is written; with `given_slots` alone."""
+    token_ids: Ints | None = None
+    """[t] token of each query, row after row. None leaves those on the device alone."""
+
+
+def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
+    """Refuse what the host can see to be wrong in a batch of Python ints."""
+    given = {name: values for name, values in batch._asdict().items() if values is not None}
+    for name, values in given.items():
+        if isinstance(values, Tensor):
+            raise TypeError(f"batch.{name} must hold Python ints, as batch.rows does, got a tensor")
+    _check_lengths(buffers, given)
+    _check_range("rows", given["rows"], buffers.req_to_token.shape[0] - 1)
+    _check_range("seq_lens", given["seq_lens"])
+    delta = buffers.seq_len_delta
+    try:
+        buffers.layout.check(length + delta for length in given["seq_lens"])
+    except ValueError as error:
+        raise ValueError(f"batch.seq_lens plus seq_len_delta={delta}: {error}") from None
+    if buffers.ragged:
+        _check_range("q_lens", given["q_lens"], buffers.q_len)
+
+
+def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+    """Refuse tensors of a wrong kind, shape or device."""
+    sizes = Sizes()
+    sizes.device, sizes.device_of = buffers.inputs.device, "the buffers"
+    for name, values in given.items():
+        sizes.check(
+            f"batch.{name}", values, INTS, "n" if name in ("rows", "seq_lens", "generations", "q_lens") else "t"
+        )
+    _check_lengths(buffers, given)
+
+
+def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+    size = len(given["rows"])
+    if size > buffers.max_batch_size:
+        raise ValueError(f"batch.rows must hold at most max_batch_size={buffers.max_batch_size} requests, got {size}")
+    for name, wanted in (("q_lens", buffers.ragged), ("slots", buffers.given_slots)):
+        if (name in given) != wanted:
+            came = "got none" if wanted else "got some"
+            raise ValueError(f"batch.{name} must be {'given' if wanted else 'None'} for these buffers, {came}")
+    for name, values in given.items():
+        per_row = name in ("seq_lens", "generations", "q_lens")
+        if per_row and len(values) != size:
+            raise ValueError(f"batch.{name} must have one entry for each of the {size} rows, got {len(values)}")
+        if not per_row and name != "rows" and len(values) > size * buffers.q_len:
+            raise ValueError(f"batch.{name} must have at most {size * buffers.q_len} entries, got {len(values)}")
+
+
+def _check_range(name: str, values: Sequence[int], most: int | None = None) -> None:
+    for index, value in enumerate(values):
+        check_int(f"batch.{name}[{index}]", value, 0, most)

@@ -1,0 +1,118 @@
+"""What a capture freezes, and what may not happen while one is made.
+
+Frozen(step, (2.0, bias), {}).check((3.0, bias), {}, outputs)
+-> ValueError: argument scale changed from 2.0 to 3.0: a captured graph holds the value that it was captured with
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from compiled_kv.launch import triton
+
+REPLAYED = "a captured graph reads the address that it was captured with"
+
+
+class Frozen:
+    """The arguments of a captured step: values that may not change, tensors that may not move."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.parameters = parameters_of(step)
+        self.leaves = self._flatten(args, kwargs)
+        self.pointers = {name: leaf.data_ptr() for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        named = {self.parameters[i] if i < len(self.parameters) else f"args[{i}]": arg for i, arg in enumerate(args)}
+        found: dict[str, Any] = {}
+        for name, value in (named | kwargs).items():
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                found[name + pytree.keystr(path)] = leaf
+        return found
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Mapping[int, Any]) -> None:
+        """Refuse what is not as it was, by name."""
+        leaves = self._flatten(args, kwargs)
+        for name in self.leaves.keys() | leaves.keys():
+            if (name in leaves) != (name in self.leaves):
+                raise ValueError(
+                    f"argument {name} must be passed as it was at capture: {'added' if name in leaves else 'missing'}"
+                )
+        for name, leaf in leaves.items():
+            was = self.leaves[name]
+            if isinstance(leaf, Tensor) and isinstance(was, Tensor):
+                if leaf.data_ptr() != self.pointers[name] or leaf.shape != was.shape or leaf.stride() != was.stride():
+                    self._refuse_tensor(name, leaf, outputs)
+            elif type(leaf) is not type(was) or leaf != was:
+                raise ValueError(
+                    f"argument {name} changed from {was!r} to {leaf!r}: a captured graph holds the value that it was "
+                    "captured with; pass what changes as a tensor"
+                )
+
+    def _refuse_tensor(self, name: str, leaf: Tensor, outputs: Mapping[int, Any]) -> None:
+        mine = {
+            t.untyped_storage().data_ptr() for t in pytree.tree_leaves(list(outputs.values())) if isinstance(t, Tensor)
+        }
+        if leaf.untyped_storage().data_ptr() in mine:
+            raise ValueError(
+                f"argument {name} is an output of these graphs, in their memory pool, which the next replay "
+                "overwrites: copy it into a buffer of your own"
+            )
+        raise ValueError(
+            f"argument {name} moved from {address(self.pointers[name])} {list(self.leaves[name].shape)} to "
+            f"{address(leaf.data_ptr())} {list(leaf.shape)}: {REPLAYED}; copy into the captured tensor instead"
+        )
+
+
+@contextmanager
+def unguarded(_: str) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def refuse_cold_start(step: str) -> Iterator[None]:
+    """Inside, whatever would compile raises a RuntimeError that names it: a capture must meet nothing for the first
+    time."""
+    cold: list[str] = []
+
+    def met(*_: Any, **given: Any) -> bool:
+        cold.append(f"kernel {getattr(given.get('fn'), 'name', given.get('repr'))}")
+        raise RuntimeError(cold[-1])
+
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    before = getattr(runtime, "jit_cache_hook", None)
+    if runtime is not None:
+        runtime.jit_cache_hook = met
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    except Exception as error:
+        if not cold and "fail_on_recompile" not in str(error):
+            raise
+        what = cold[0] if cold else "a function compiled by torch.compile"
+        raise RuntimeError(
+            f"{step} met {what} for the first time under capture, where nothing can be compiled: it must take the same "
+            f"path each time, so that warming up reaches everything ({error})"
+        ) from error
+    finally:
+        if runtime is not None:
+            runtime.jit_cache_hook = before
+
+
+def parameters_of(step: Callable[..., Any]) -> list[str]:
+    """Names of what the step takes after buffers and batch_size."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:]
+
+
+def address(pointer: int | None) -> str:
+    return "nowhere" if pointer is None else f"{pointer:#x}"

@@ -1,0 +1,221 @@
+"""Who holds which row and pages in a scenario, in Python lists and ints, and what that makes the allocator write.
+
+    grow to 6 tokens       pages [1, 2], slots 16 .. 47 written to row 0 of `req_to_token` (page size 16)
+    shared, then written   the page that a token falls into is replaced by a copy, and the row gets a new generation
+    leave                  pages go back, the first one first; whoever comes next gets them in another order
+
+What was given back last is handed out first, the worst case for anything stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.layout import KVLayout, ceil_div
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served, and with how much: bounds that a scenario is played within.
+
+    Args:
+        layout: page size, bounds, window.
+        max_batch_size: rows of a batch.
+        num_pages, num_swa_pages: pages of the pools, null pages included; no sliding pool where the latter is 0.
+        mode: "decode" (a token a step), "verify" (max_draft_tokens drafts, some of which are accepted) or "extend" (1
+            to q_len tokens a row).
+        q_len: the most queries of a row in mode "extend".
+        page_map: the sliding pool is mapped page by page; else slot by slot.
+    """
+
+    layout: KVLayout
+    max_batch_size: int
+    num_pages: int
+    num_swa_pages: int = 0
+    mode: str = "decode"
+    q_len: int = 3
+    page_map: bool = False
+
+    @property
+    def max_reqs(self) -> int:
+        """Rows of the pool: two more than of a batch."""
+        return self.max_batch_size + 2
+
+    @property
+    def queries(self) -> int:
+        """The most queries of a row in one step."""
+        return {"decode": 1, "verify": self.layout.max_draft_tokens, "extend": self.q_len}[self.mode]
+
+    @property
+    def delta(self) -> int:
+        """Tokens a step adds to `seq_lens`."""
+        return self.layout.max_draft_tokens if self.mode == "verify" else 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One running request. `swa_pages` has a page for each of `pages`, NOWHERE where it went back."""
+
+    number: int
+    row: int
+    length: int
+    pages: list[int] = field(default_factory=list)
+    swa_pages: list[int] = field(default_factory=list)
+    queries: int = 1
+    left: int = 0  # steps until it leaves by itself; 0: it does not
+
+
+class RowState(NamedTuple):
+    """A live row of a step: who it is, and where its tokens lie."""
+
+    request: int
+    pages: list[int]
+    swa_pages: list[int]
+    cache_seqlen: int
+    queries: int
+
+
+class Planned(NamedTuple):
+    """One step: the batch as the engine hands it over, and each row in the engine's own words."""
+
+    batch: DecodeBatch
+    rows: list[RowState]
+
+
+class Write(NamedTuple):
+    """Slots (or map entries) that the engine writes to a tensor of its own: name, row, first column, values."""
+
+    name: str
+    row: int
+    start: int
+    values: list[int]
+
+
+class Pages:
+    """Pages of one pool, with a count of holders each; page 0 is the null page."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.free, self.holders = list(range(num_pages - 1, 0, -1)), [0] * num_pages
+
+    def take(self) -> int:
+        self.holders[self.free[-1]] = 1
+        return self.free.pop()
+
+    def release(self, page: int) -> bool:
+        """Let go once; True if nobody holds the page any more."""
+        self.holders[page] -= 1
+        if not self.holders[page]:
+            self.free.append(page)
+        return not self.holders[page]
+
+
+class Holdings:
+    """Rows and pages; `writes` is what the allocator's tensors are to hold, in order, since they were last taken."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving, self.page_size = serving, serving.layout.page_size
+        self.pages, self.swa = Pages(serving.num_pages), Pages(serving.num_swa_pages)
+        self.rows, self.generations = list(range(serving.max_reqs - 1, -1, -1)), [0] * serving.max_reqs
+        self.writes: list[Write] = []
+
+    @property
+    def slides(self) -> bool:
+        """Whether there is a sliding pool."""
+        return self.serving.num_swa_pages > 0
+
+    def take_writes(self) -> list[Write]:
+        """What was written since this was last asked for."""
+        writes, self.writes = self.writes, []
+        return writes
+
+    def can_grow(self, request: Request, length: int) -> bool:
+        """Whether there are pages for `length` tokens, and one more for a copy on write."""
+        needed = ceil_div(length, self.page_size) - len(request.pages) + 1
+        return len(self.pages.free) >= needed and (not self.slides or len(self.swa.free) >= needed)
+
+    def copy_on_write(self, request: Request, position: int) -> None:
+        """Before token `position` is written: a shared page it falls into becomes the request's own."""
+        index = position // self.page_size
+        if index < len(request.pages) and self.pages.holders[request.pages[index]] > 1:
+            self.generations[request.row] += 1
+            self._release(request.pages[index], request.swa_pages[index])
+            page, swa_page = self._take()
+            request.pages[index], request.swa_pages[index] = page, swa_page
+            self._write_pages(request, index)
+
+    def grow(self, request: Request, length: int) -> None:
+        """Take pages until `length` tokens have slots."""
+        for _ in range(ceil_div(length, self.page_size) - len(request.pages)):
+            page, swa_page = self._take()
+            self.append(request, [page], [swa_page])
+
+    def _take(self) -> tuple[int, int]:
+        page = self.pages.take()
+        if not self.slides:
+            return page, NOWHERE
+        swa_page = self.swa.take()
+        self._write_map(page, swa_page)
+        return page, swa_page
+
+    def append(self, request: Request, pages: list[int], swa_pages: list[int]) -> None:
+        """Let `request` hold these pages, behind those it holds."""
+        begin = len(request.pages)
+        request.pages += pages
+        request.swa_pages += swa_pages
+        for index in range(begin, len(request.pages)):
+            self._write_pages(request, index)
+
+    def _write_pages(self, request: Request, index: int) -> None:
+        first = request.pages[index] * self.page_size
+        self.writes.append(
+            Write("req_to_token", request.row, index * self.page_size, list(range(first, first + self.page_size)))
+        )
+
+    def _write_map(self, page: int, swa_page: int) -> None:
+        if self.serving.page_map:
+            self.writes.append(Write("page_map", 0, page, [swa_page]))
+            return
+        first = swa_page * self.page_size
+        slots = [NOWHERE] * self.page_size if swa_page == NOWHERE else list(range(first, first + self.page_size))
+        self.writes.append(Write("full_to_swa", 0, page * self.page_size, slots))
+
+    def trim(self, request: Request, count: int) -> None:
+        """Keep the first `count` pages."""
+        while len(request.pages) > count:
+            index = len(request.pages) - 1
+            self.writes.append(Write("req_to_token", request.row, index * self.page_size, [NOWHERE] * self.page_size))
+            self._release(request.pages.pop(), request.swa_pages.pop())
+
+    def slide(self, request: Request) -> None:
+        """Give back the sliding pages that no later query sees."""
+        window = self.serving.layout.window
+        if self.slides and window is not None:
+            for index in range(min(max(request.length - window + 1, 0) // self.page_size, len(request.pages))):
+                if request.swa_pages[index] != NOWHERE:
+                    self._release_swa(request.pages[index], request.swa_pages[index])
+                    request.swa_pages[index] = NOWHERE
+
+    def _release(self, page: int, swa_page: int) -> None:
+        if swa_page != NOWHERE:
+            self._release_swa(page, swa_page)
+        self.pages.release(page)
+
+    def _release_swa(self, page: int, swa_page: int) -> None:
+        if self.swa.release(swa_page):
+            self._write_map(page, NOWHERE)
+
+    def has_pages(self, pages: int) -> bool:
+        """Whether more than `pages` pages are free."""
+        return len(self.pages.free) > pages and (not self.slides or len(self.swa.free) > pages)
+
+    def leave(self, request: Request) -> None:
+        """Give everything back."""
+        # The first page first: whoever takes them next gets them in another order.
+        for page, swa_page in zip(request.pages, request.swa_pages):
+            self._release(page, swa_page)
+        self.writes.append(Write("req_to_token", request.row, 0, [NOWHERE] * (len(request.pages) * self.page_size)))
+        self.rows.append(request.row)

@@ -1,0 +1,45 @@
+"""What a step reads in place of `DecodeBuffers` for the eager run that its outputs are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.replay_names import SLOTS
+from compiled_kv.replay_reference import Expected
+from compiled_kv.updates import first_rows
+
+
+class ReferenceBuffers:
+    """The attributes and `metadata` of `DecodeBuffers`, filled with what is expected of them."""
+
+    def __init__(self, expected: Expected, buffers: DecodeBuffers) -> None:
+        self.layout, self.max_batch_size, self.q_len = buffers.layout, buffers.max_batch_size, buffers.q_len
+        self.seq_len_delta, self.pad_seqlen = buffers.seq_len_delta, buffers.pad_seqlen
+        self.req_to_token, self.full_to_swa = buffers.req_to_token, buffers.full_to_swa
+        self.page_map, self.status = buffers.page_map, torch.zeros_like(buffers.status)
+        device = buffers.inputs.device
+        inputs = {name: torch.tensor(values, device=device) for name, values in expected.values["inputs"].items()}
+        self.num_reqs, self.req_pool_indices, self.seq_lens = inputs["num_reqs"], inputs["rows"], inputs["seq_lens"]
+        self.generations, self.token_ids = inputs["generations"], inputs["token_ids"]
+        self.q_lens, self.slots = inputs.get("q_lens"), inputs.get("slots")
+
+        def made(name: str) -> Tensor | None:
+            dtype = torch.int64 if name in SLOTS else torch.int32
+            return torch.tensor(expected.values[name], dtype=dtype, device=device) if name in expected.values else None
+
+        self._out = DecodeMetadata(*map(made, DecodeMetadata._fields))  # type: ignore[arg-type]
+
+    def out(self) -> DecodeMetadata:
+        """Everything, whatever the bucket."""
+        return self._out
+
+    def metadata(self, batch_size: int, seq_len_delta: int | None = None) -> DecodeMetadata:
+        """What `DecodeBuffers.metadata` must return."""
+        if seq_len_delta not in (None, self.seq_len_delta):
+            raise ValueError(
+                f"seq_len_delta must be the buffers' own in a checked step, {self.seq_len_delta}, got {seq_len_delta}"
+            )
+        return first_rows(self._out, batch_size, batch_size * self.q_len)

@@ -1,0 +1,100 @@
+"""What a checked step may not do: read back, allocate, compile; and the names of what goes wrong when it does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_kv import counts
+from compiled_kv.replay_names import Difference
+
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Different(Exception):
+    """A difference on its way to become an error."""
+
+    def __init__(self, difference: Difference) -> None:
+        self.difference = difference
+        super().__init__(difference.sentence)
+
+
+# What an error of the step or of its graphs means, by a phrase in it.
+PHRASES = {
+    "for the first time under capture": "cold compile",
+    "fail_on_recompile": "cold compile",
+    "changed from": "frozen argument",
+    "is an output of these graphs": "output fed back",
+    " moved from ": "moved pointer",
+    "must not overlap": "overlapping outputs",
+    "synchronizing CUDA operation": "host read",
+    "operation not permitted when stream is capturing": "host read",
+    "operation failed due to a previous error during capture": "host read",
+}
+
+
+@contextmanager
+def naming(fault: Callable[[Difference], AssertionError]) -> Iterator[None]:
+    """Turn what goes wrong inside into an error of `fault`'s, where it has a name."""
+    try:
+        yield
+    except Different as error:
+        raise fault(error.difference) from None
+    except (RuntimeError, ValueError) as error:
+        for phrase, name in PHRASES.items():
+            if phrase in str(error):
+                raise fault(Difference(name, str(error).splitlines()[0])) from error
+        raise
+
+
+@contextmanager
+def watched(device: torch.device, number: int) -> Iterator[None]:
+    """Inside, nothing may compile, wait for the device or, after the first step, allocate on it."""
+    if device.type != "cuda":
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+        return
+    before, mode = torch.cuda.memory_stats(device)["allocation.all.allocated"], torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    made = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
+    if made and number > 1:
+        raise Different(Difference("allocation", f"{made} allocations on the device in one step"))
+
+
+class FunctionReads(TorchFunctionMode):
+    """Refuses Python's ways to read a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            raise Different(Difference("host read", f"the step calls Tensor.{func.__name__} {_caller()}"))
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchReads(TorchDispatchMode):
+    """Refuses operators whose result is a number or a size that the host must know."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masked = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if func in counts.READS or masked:
+            raise Different(Difference("host read", f"the step calls {func} {_caller()}"))
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """Where the code that is neither torch's nor this package's stands now."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return f"at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

@@ -1,0 +1,95 @@
+"""`update_metadata` on CPU tensors: the kernel's twin in static shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_kv import rows_cpu as cpu
+from compiled_kv.metadata_op import DecodeMetadata, Inputs, Settings, _cpu_slots
+from compiled_kv.status import Status
+
+
+def cpu_body(
+    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
+) -> None:
+    page_size, cap, delta, q_len, pad_seqlen, _ = settings
+    batch_size, rows = given.seq_lens.shape[0], given.req_pool_indices.long()
+    counted = cpu.iota(batch_size, rows) < cpu.active_rows(given.num_reqs, batch_size)
+    live = counted & (rows >= 0) & (rows < given.req_to_token.shape[0])
+    lengths = cpu.clamped_length(given.seq_lens, delta, cap).where(live, pad_seqlen)
+    queries = cpu.queries_of_rows(given.q_lens, q_len, counted)
+    ends_q, ends_k = queries.cumsum(0), lengths.where(live, 0).cumsum(0)
+    bits = [
+        cpu.batch_bits(given.seq_lens, given.q_lens, delta, cap, live),
+        cpu.flag(counted & ~live, Status.BAD_ROW),
+        cpu.sum_bits(ends_q, ends_k),
+        _cpu_tables(out, held[:batch_size], generations, given, settings, rows, live, lengths, queries),
+    ]
+    if out.slot_mapping is not None:
+        slots, slot_bits = _cpu_slots(given, settings, num_tokens, rows, live, lengths, queries, ends_q)
+        room = num_tokens if given.slots is None else given.slots.shape[0]
+        bits += [slot_bits, cpu.flag(queries.sum() > room, Status.TOO_MANY_TOKENS)]
+        out.slot_mapping[:num_tokens] = slots
+        if out.swa_slot_mapping is not None:
+            swa_slots = cpu.swa_slot_of(slots, given.full_to_swa, given.page_map, page_size)
+            bits.append(cpu.flag((slots >= 0) & (swa_slots < 0), Status.UNMAPPED))
+            out.swa_slot_mapping[:num_tokens] = swa_slots
+    out.cache_seqlens[:batch_size] = lengths.int()
+    out.cu_seqlens_q[: batch_size + 1] = cpu.prefix_sums(ends_q)
+    out.cu_seqlens_k[: batch_size + 1] = cpu.prefix_sums(ends_k)
+    cpu.report(given.status, *bits)
+
+
+def _cpu_tables(
+    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, rows: Tensor,
+    live: Tensor, lengths: Tensor, queries: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write what changed of both tables and of the record; returns status bits of each column written."""
+    page_size = settings.page_size
+    batch_size, width = rows.shape[0], out.page_table.shape[1]
+    columns = cpu.iota(width, rows)
+    record, now = held[:, 0], _cpu_record(generations, given, settings, rows, live, lengths, queries, width)
+    settled, live_columns, first = now.unbind(1)[2:]
+    old_settled, old_live, old_first = record[:, 2:].clamp(0, width).unbind(1)
+    kept = (now[:, :2] == record[:, :2]).all(1) & (settled >= old_settled)
+    start = old_settled.where(kept, 0)
+    start = torch.where(first < old_first, torch.minimum(start, first), start)
+    written = (columns >= start[:, None]) & (columns < live_columns[:, None])
+    cleared = (columns >= live_columns[:, None]) & (columns < old_live[:, None])
+    positions = (columns * page_size).expand(batch_size, width)
+    slots = cpu.gather_rows(given.req_to_token, rows[:, None], positions, written)
+    pages = cpu.page_of(slots, page_size)
+    table = out.page_table[:batch_size]
+    table.copy_(torch.where(written, pages.int(), table.where(~cleared, 0)))
+    bits = cpu.flag(written & (pages < 0), Status.BAD_SLOT)
+    if out.swa_page_table is not None:
+        seen = written & (columns >= first[:, None])
+        found = cpu.swa_page_of(slots, pages, given.full_to_swa, given.page_map, seen, page_size)
+        passed = (columns >= old_first[:, None]) & (columns < torch.minimum(first, start)[:, None])
+        swa_table = out.swa_page_table[:batch_size]
+        kept_swa = swa_table.where(~(cleared | passed), 0)
+        swa_table.copy_(torch.where(written, torch.where(seen, found, 0).int(), kept_swa))
+        bits = bits | cpu.flag(seen & (pages >= 0) & (found < 0), Status.UNMAPPED)
+    held.copy_(now[:, None].expand_as(held))
+    return bits
+
+
+def _cpu_record(
+    generations: Tensor, given: Inputs, settings: Settings, rows: Tensor, live: Tensor, lengths: Tensor,
+    queries: Tensor, width: int,
+) -> Tensor:  # fmt: skip
+    """What each row is to hold, int64 [B, 5]."""
+    page_size, cap, _, _, _, window = settings
+
+    def columns(tokens: Tensor) -> Tensor:
+        return cpu.floor_div(tokens + page_size - 1, page_size).clamp(max=width)
+
+    live_columns = columns(lengths).where(live, 0)
+    settled = torch.minimum(columns(cpu.clamped_length(given.seq_lens, 0, cap)), live_columns)
+    first = torch.zeros_like(lengths)
+    if window is not None:
+        first = cpu.floor_div((lengths - queries - window + 1).clamp(min=0), page_size)
+    first = torch.minimum(first, live_columns)
+    owner, generation = rows.where(live, -1), generations.long().where(live, 0)
+    return torch.stack([owner, generation, settled, live_columns, first], 1)
