@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1":
 INPUTS = {  # int32 or int64
     "req_to_token_ptr", "pool_ptr", "req_pool_indices_ptr", "seq_lens_ptr", "kv_lens_ptr", "kv_start_ptr",
     "q_lens_ptr", "positions_ptr", "cu_seqlens_q_ptr", "num_reqs_ptr", "slots_ptr", "map_ptr",
+    "generations_ptr",
 }  # fmt: skip
 OUTPUTS = {
     "page_table_ptr": "*i32",
@@ -34,12 +35,13 @@ OUTPUTS = {
     "tile_scheduler_metadata_ptr": "*i32",
     "num_splits_ptr": "*i32",
     "scratch_ptr": "*i32",
+    "held_ptr": "*i64",
 }
 INTS = {
     "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "seq_stride", "q_stride",
     "start_stride", "position_stride", "cu_stride", "slots_stride", "map_stride", "map_size", "page_row_stride",
     "swa_row_stride", "batch_size", "num_slots", "num_tokens", "width", "delta", "q_len", "cap", "pad_seqlen", "window",
-    "num_sm_parts", "overhead", "most",
+    "num_sm_parts", "overhead", "most", "generation_stride",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -104,6 +106,11 @@ def cases_of(kernel: Any) -> Iterator[tuple[str, Case]]:
         yield f"without-{min(group).removesuffix('_ptr')}", specialise(kernel, "i32", group)
     if len(groups) > 1:
         yield "bare", specialise(kernel, "i64", set().union(*groups))
+    # torch 2.11's mutation analysis compiles a kernel with its ints as constants.
+    folded = specialise(kernel, "i32")
+    ints = {name: 16 for name in folded.types if name in INTS}
+    types = {name: kind for name, kind in folded.types.items() if name not in ints}
+    yield "ints-folded", Case(kernel, types, {**folded.constants, **ints})
     for name in set(CONSTANTS) & set(kernel.arg_names):
         for value in CONSTANTS[name][1:]:
             yield f"{name}={value}", specialise(kernel, "i32", **{name: value})
