@@ -18,7 +18,10 @@ PACKAGE = Path(__file__).parent.parent / "compiled_kv"
 
 # From the ground up; each may import those before it.
 GROUND = ("layout", "status", "checks", "launch", "rows_cpu", "rows_triton")
-TOOLS = {"auditor", "codegen", "counts", "fakes", "goldens", "recording", "rendering", "targets", "tracing"}
+TOOLS = {
+    "auditor", "codegen", "counts", "eager_reads", "events", "fakes", "goldens", "recording", "rendering", "spelling",
+    "targets", "tracing",
+}  # fmt: skip
 # Replay drives the persistent buffers, whatever step reads them.
 REPLAY = {"replay", "replay_check", "replay_reference", "scenarios", "scheduler"}
 OUTER = {"__init__", "__main__", "bench", "cli", "demo", "integrations", "models", "pytest_plugin"}
