@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from compiled_kv.cli import main
@@ -20,7 +22,7 @@ from compiled_kv.models import NAMES, architecture
 CONTEXTS = 3, 90, 1, 40, 64, 17, 100, 30, 5, 50
 GENERATED = 30, 12, 1, 60, 5, 20, 9, 40, 64, 1
 LENGTHS = [Lengths(*pair) for pair in zip(CONTEXTS, GENERATED)]
-DRAFTS = {"plain": 0, "speculative": 4}
+DRAFTS = {"plain": 0, "speculative": 3}
 
 
 def workload(name: str, draft_tokens: int = 0) -> Workload:
@@ -37,8 +39,7 @@ def quiet(what: str, count: int) -> None:
 @pytest.fixture(scope="module", params=[(name, kind) for name in NAMES for kind in DRAFTS], ids="-".join)
 def result(request: pytest.FixtureRequest) -> serving.Result:
     name, kind = request.param
-    backend = "aot_eager" if name == "llama" else "eager"
-    return serve(name, workload(name, DRAFTS[kind]), seed=3, device="cpu", backend=backend, progress=quiet)
+    return serve(name, workload(name, DRAFTS[kind]), seed=3, device="cpu", backend="eager", progress=quiet)
 
 
 def test_every_token_is_the_reference_s(result: serving.Result) -> None:
@@ -67,6 +68,18 @@ def test_requests_are_evicted_share_prefixes_and_reuse_pages(result: serving.Res
 def test_drafts_are_accepted_and_rejected(result: serving.Result) -> None:
     if result.workload.layout.max_draft_tokens:
         assert 0 < result.drafts_accepted < result.drafts_verified
+
+
+def test_through_inductor_every_token_is_the_reference_s() -> None:
+    arch = architecture("llama")
+    config = copy.deepcopy(arch.config)
+    config.num_hidden_layers = 1
+    arch = arch._replace(config=config)
+    requests = make_requests(LENGTHS[:2], arch, seed=3)
+    work = plan(requests, arch, batch=2, chunk=16, draft_tokens=0, pool=1.0)
+    model = arch.build(3)
+    result = run("llama", work.paged(arch, model), work, "inductor", quiet)
+    assert result.whole and result.served == [serving.generate(model, request) for request in requests]
 
 
 def test_nothing_is_lost_when_everyone_has_left() -> None:
@@ -126,6 +139,22 @@ def eagerly(decode: object) -> object:
         return decode(self, runs)  # type: ignore[operator]
 
     return changed
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_ends_the_command_with_status_2(device: str) -> None:
+    ended = invoke("--device", device)
+    assert ended.exit_code == 2
+    assert f"device {device} cannot be used" in ended.output and ended.output.count("\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("draft_tokens", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_cuda_device_every_token_is_the_reference_s(name: str, draft_tokens: int) -> None:
+    served = serve(name, workload(name, draft_tokens), seed=3, device="cuda", backend="inductor", progress=quiet)
+    assert complaints(served) == [] and served.ok
 
 
 def test_an_unknown_model_is_a_usage_error() -> None:

@@ -9,9 +9,13 @@ import torch
 from .requests import Request
 
 
-def generate(model: Any, request: Request) -> list[int]:
-    """The greedy continuation of `request` in float32, without TF32."""
+def without_tf32() -> None:
+    """Keep every float32 product exact, in the reference and in whatever is compiled from now on."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def generate(model: Any, request: Request) -> list[int]:
+    """The greedy continuation of `request`."""
     prompt = torch.tensor([request.prompt], device=model.device)
     tokens = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, use_cache=True,

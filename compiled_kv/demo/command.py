@@ -18,8 +18,8 @@ from .trace import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 from .workload import Workload, make_requests, plan
 
 
-class TraceFailure(click.ClickException):
-    """A trace that cannot be used: one line, exit status 2."""
+class Unusable(click.ClickException):
+    """A trace or a device that cannot be used: one line, exit status 2."""
 
     exit_code = 2
 
@@ -29,6 +29,7 @@ def option(*names: str, text: str, **settings: Any) -> Callable[[Callable[..., N
 
 
 COUNT = click.IntRange(min=1)
+BACKENDS = ["inductor", "aot_eager", "eager"]
 
 
 @click.command()
@@ -43,15 +44,16 @@ COUNT = click.IntRange(min=1)
 @option("--draft-tokens", type=click.IntRange(min=0), default=0, text="Tokens a verify step reads; 0: no drafts.")
 @option("--seed", type=int, default=0, text="Of weights, prompts and the synthetic trace.")
 @option("--threads", type=COUNT, default=1, text="Of torch's CPU kernels.")
-@option("--backend", default="inductor", text="Of torch.compile.")
+@option("--backend", type=click.Choice(BACKENDS), default="inductor", text="Of torch.compile.")
 def demo(
     model: str, device: str, trace: Path | None, requests: int, scale: float, batch: int, chunk: int, pool: float,
     draft_tokens: int, seed: int, threads: int, backend: str,
 ) -> None:  # fmt: skip
     """Serve requests through one compiled graph a step, and compare every token with transformers' generate().
 
-    Exit status 1 if a token differs or a step was not compiled whole, 2 for a trace that cannot be used.
+    Exit status 1 if a token differs or a step was not compiled whole, 2 for a trace or device that cannot be used.
     """
+    check_device(device)
     torch.set_num_threads(threads)  # a second thread has nothing to win in models this small
     lengths = [row.scaled(scale) for row in load(trace, requests, seed)]
     names = NAMES if model == "all" else (model,)
@@ -67,6 +69,14 @@ def demo(
         raise SystemExit(1)
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not know or cannot reach."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Unusable(f"device {device} cannot be used: {str(error).splitlines()[0]}") from None
+
+
 def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
     """The first `requests` of the trace file, or as many synthetic ones."""
     if trace is None:
@@ -74,9 +84,9 @@ def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
     try:
         return read_trace(trace)[:requests]
     except TraceError as error:
-        raise TraceFailure(str(error)) from None
+        raise Unusable(str(error)) from None
     except OSError as error:
-        raise TraceFailure(f"{trace}: {error.strerror}") from None
+        raise Unusable(f"{trace}: {error.strerror}") from None
 
 
 def follow(console: Console, workloads: dict[str, Workload], *, seed: int, device: str, backend: str) -> list[Result]:

@@ -29,12 +29,7 @@ class CompiledStep:
         self.graphs: list[fx.GraphModule] = []
         self.calls = self.graph_calls = 0
         self._compile = torch._dynamo.lookup_backend(backend)
-        options: dict[str, Any] = {}
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-            options["isolate_recompiles"] = (
-                True  # steps of one class share their code, and so would share its recompile limit
-            )
-        self._run = torch.compile(step, fullgraph=True, dynamic=False, backend=self._backend, **options)
+        self._run = torch.compile(step, fullgraph=True, dynamic=False, backend=self._backend, **_own_limit())
 
     def __call__(self, *args: Tensor) -> Any:
         self.calls += 1
@@ -65,6 +60,14 @@ class CompiledStep:
     def host_reads(self) -> int:
         """Nodes of the graph that bring a value to the host."""
         return len(counts.host_reads(self.graphs))
+
+
+def _own_limit() -> dict[str, Any]:
+    """Steps of one class share their code, and with it a limit of recompiles, unless torch can tell them apart."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return {"isolate_recompiles": True}
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return {}
 
 
 def _namespace(node: fx.Node) -> str:

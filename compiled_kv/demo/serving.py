@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..models import architecture
 from ..models.step import PagedCausalLM
 from .allocator import Allocator
-from .baseline import generate
+from .baseline import generate, without_tf32
 from .decoding import PlainDecoder
 from .evidence import CompiledStep, graph_breaks
 from .loop import Loop
@@ -65,6 +65,7 @@ def serve(name: str, workload: Workload, *, seed: int, device: str, backend: str
     Args:
         progress: called with what is going on and how many tokens came of it.
     """
+    without_tf32()
     arch = architecture(name)
     reference = arch.build(seed, device)
     model = workload.paged(arch, reference)
