@@ -62,6 +62,15 @@ def test_contenders_on_the_cpu_are_equal(name: str) -> None:
     assert check_everyone(SMALL[name]) == {"gather", "gather-compiled"}
 
 
+SCHEDULE = """
+from compiled_kv.bench import baseline_schedule
+lengths = torch.randint(0, 3000, (70,), dtype=torch.int32)
+out = torch.zeros(9, 8, dtype=torch.int32), torch.zeros(71, dtype=torch.int32)
+baseline_schedule.run(lengths, out)
+assert all(map(torch.equal, out, reference.flashmla_schedule(lengths, num_sm_parts=9)))
+"""
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
 def test_published_kernels_are_equal() -> None:
     pytest.importorskip("triton")
@@ -69,10 +78,59 @@ def test_published_kernels_are_equal() -> None:
         "from tests.test_bench import *\nassert [check_everyone(c) for c in SMALL.values()] == [PUBLISHED] * len(SMALL)"
     )
     ran = subprocess.run(
+        [sys.executable, "-c", script + SCHEDULE], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+ATTENTION = """
+import torch
+import torch.nn.functional as F
+from compiled_kv import DecodeMetadata
+from compiled_kv.bench.llama import attention
+
+for queries, heads, kv_heads, lens in ((1, 4, 2, [5, 1100]), (3, 4, 2, [130, 3])):
+    lengths, dim = torch.tensor(lens, dtype=torch.int32), 32
+    table = (1 + torch.randperm(2 * 40)).int().view(2, 40)
+    k, v = (torch.randn(81 * 32, kv_heads, dim) for _ in range(2))
+    q = torch.randn(2, queries, heads, dim)
+    found = attention(q, k, v, DecodeMetadata(lengths, lengths, lengths, table), 32)
+    for row, length in enumerate(lens):
+        slots = (table[row, :, None] * 32 + torch.arange(32)).flatten()[:length].long()
+        keys, values = (pool[slots].transpose(0, 1)[None] for pool in (k, v))
+        seen = torch.arange(length) <= length - queries + torch.arange(queries)[:, None]
+        wanted = F.scaled_dot_product_attention(
+            q[row].transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True
+        )[0].transpose(0, 1)
+        assert (found[row] - wanted).abs().max() < 1e-4, (queries, row)
+"""
+
+LOOP = """
+import torch
+from compiled_kv.bench import step
+for speculative in (True, False):
+    loop = step.Loop("tiny", 1, 63, 2, speculative, torch.device("cpu"))
+    step.run(loop, 1)
+loop.layout = step.ckv.KVLayout(64, 8)  # shorter than the requests: lengths are clamped
+try:
+    step.run(loop, 1)
+except AssertionError as error:
+    assert "the ways differ" in str(error)
+else:
+    raise SystemExit("tokens did not depend on the metadata")
+"""
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
+@pytest.mark.parametrize("script", [ATTENTION, LOOP], ids=["attention-is-that-of-torch", "ways-give-the-same-tokens"])
+def test_decode_step_interpreted(script: str) -> None:
+    pytest.importorskip("triton")
+    ran = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True,
         text=True,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
 
 
 def test_a_wrong_contender_is_caught() -> None:
