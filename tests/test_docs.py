@@ -60,7 +60,9 @@ def test_worked_example_calls_every_operator():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PROGRAM.search(page.read_text())], ids=name_of)
-def test_programs_print_what_the_page_shows(page):
+def test_programs_print_what_the_page_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a program may write files, and accept its own goldens
+    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
     names: dict[str, object] = {}
     for program, shown in PROGRAM.findall(page.read_text()):
         printed = io.StringIO()
