@@ -38,6 +38,13 @@ def metadata_step(buffers: DecodeBuffers, batch_size: int) -> Any:
     return buffers.metadata(batch_size)
 
 
+@dataclass(frozen=True)
+class Each:
+    """An argument that is made anew for each step, as a caller might who has not heard what a capture freezes."""
+
+    make: Callable[[], Any]
+
+
 class ReplayFault(AssertionError):
     """A captured step went wrong: `fault` is what by name, `scenario` the shortest found that shows it."""
 
@@ -86,8 +93,7 @@ def check_replay(
         steps: play this many only.
         device: "cpu", where the step is compiled by `backend`, or a CUDA device, where it is captured.
         batch_sizes: the buckets; powers of two up to the scenario's largest batch by default.
-        args, kwargs: what else the step takes; a callable is called anew before each step (how a caller's mistake is
-            planted).
+        args, kwargs: what else the step takes; an `Each` is asked for its value before each step.
         buffers, graphs: what to make them with.
         outputs_every: compare outputs in every so many steps; 0 for never.
         attempts: scenarios tried to find a shorter one that fails; 0 leaves it as it is.
@@ -181,7 +187,7 @@ class Player:
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def now(value: Any) -> Any:
-            return value() if callable(value) else value
+            return value.make() if isinstance(value, Each) else value
 
         return tuple(map(now, self.args)), {name: now(value) for name, value in self.kwargs.items()}
 

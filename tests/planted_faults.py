@@ -17,7 +17,7 @@ from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.replay import DecodeGraphs
-from compiled_kv.replay_check import Step, metadata_step
+from compiled_kv.replay_check import Each, Step, metadata_step
 from compiled_kv.scenarios import Scenario, parse_events, serving, story, walk
 
 
@@ -298,7 +298,9 @@ FAULTS: dict[str, Fault] = {
     "row-trusted": Fault("stale request", buffers=TrustedRow, scenario=reused_row()),
     "rollback-forgotten": Fault("stale page", buffers=TrustedDrafts, scenario=walking("verify")),
     "output-made-anew": Fault("moved pointer", buffers=FreshOutputs),
-    "input-made-anew": Fault("moved pointer", step=scaled_step, args=(2, lambda: torch.zeros(1, dtype=torch.int32))),
+    "input-made-anew": Fault(
+        "moved pointer", step=scaled_step, args=(2, Each(lambda: torch.zeros(1, dtype=torch.int32)))
+    ),
     "staging-overwritten": Fault("late input", buffers=OverwrittenStaging),
     "int64-read-as-int32": Fault("int64 read as int32", buffers=HalfWords),
     "window-not-followed": Fault("window not followed", buffers=WideWindow, scenario=walking(window=9)),
@@ -307,7 +309,7 @@ FAULTS: dict[str, Fault] = {
     "lengths-frozen": Fault("frozen value", buffers=Frozen, runs_on=("cpu",)),
     "rows-beyond-the-bucket": Fault("write outside the bucket", buffers=WholeTables, scenario=walking()),
     "outputs-overlap": Fault("overlapping outputs", buffers=OverlappingOutputs),
-    "int-frozen": Fault("frozen argument", step=scaled_step, args=(Alternating(),)),
+    "int-frozen": Fault("frozen argument", step=scaled_step, args=(Each(Alternating()),)),
     "value-read": Fault("host read", step=reading_step),
     "size-read": Fault("host read", step=masking_step),
     "list-read": Fault("host read", step=listing_step),
