@@ -33,6 +33,8 @@ class Contender:
     out: ckv.DecodeMetadata | None = None  # what it writes, where that can be compared
     same_work: bool = False
     windowed: bool = False  # columns before the window are null
+    clears: bool = False  # columns past the live ones are null
+    persists: bool = False  # it relies on what it left in its outputs
     before: Callable[[], None] | None = None  # between replays, not timed
     seq_lens: Tensor | None = None  # [sets, B], where they are not those of the inputs
 
@@ -73,7 +75,7 @@ def ours(given: Inputs, out: ckv.DecodeMetadata, tail: str) -> Contender:
         )  # fmt: skip
 
     label = "ours" if tail == "keep" else "ours, clearing tails"
-    return Contender(label, step, out, windowed=True)
+    return Contender(label, step, out, windowed=True, clears=tail == "clear")
 
 
 def incremental(given: Inputs) -> Contender:
@@ -94,7 +96,10 @@ def incremental(given: Inputs) -> Contender:
     def advance() -> None:
         seq_lens.add_(given.sets)
 
-    return Contender("ours, only what changed", step, None, windowed=True, before=advance, seq_lens=seq_lens)
+    return Contender(
+        "ours, only what changed", step, out, windowed=True, clears=True, persists=True, before=advance,
+        seq_lens=seq_lens,
+    )  # fmt: skip
 
 
 def published(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
@@ -171,5 +176,5 @@ def gathers(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
     if given.cell.batch > 1:  # torch compiles sizes of 1 on their own
         found["gather-compiled"] = Contender("the same, compiled", compiled, out, same_work=True)
         if page_size > 1:
-            found["inductor"] = Contender("our CPU body, compiled for the device", inductor)
+            found["inductor"] = Contender("our CPU body, compiled for the device", inductor, windowed=True, clears=True)
     return found

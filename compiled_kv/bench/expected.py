@@ -47,24 +47,20 @@ def check(given: Inputs, name: str, contender: Contender, index: int) -> None:
     Raises:
         AssertionError: a tensor differs; the text names contender, tensor and cell.
     """
-    cleared = name in ("ours-clear", "incremental", "inductor")
-    if contender.out is not None:
+    if contender.out is not None and not contender.persists:
         for tensor in contender.out:
             if tensor is not None:
                 tensor.fill_(KEPT)
         # The published designs count on buffers that start zeroed for this entry.
         contender.out.cu_seqlens_q[0] = contender.out.cu_seqlens_k[0] = 0
     returned = contender.step(index)
-    if name == "incremental":
-        returned = contender.out
-    found = returned if isinstance(returned, tuple) else contender.out
+    found = contender.out if contender.out is not None else returned
     if found is None:
         return
     rows, seq_lens = given.rows[index], given.seq_lens[index]
     if contender.seq_lens is not None:
         rows, seq_lens = given.rows[0], contender.seq_lens[index]
-    windowed = contender.windowed or name == "inductor"
-    wanted = expected(given, rows, seq_lens, 0 if cleared else KEPT, windowed or given.layout.window is None)
+    wanted = expected(given, rows, seq_lens, 0 if contender.clears else KEPT, contender.windowed)
     for field, a, b in zip(ckv.DecodeMetadata._fields, found, wanted):
         if a is not None and b is not None and not torch.equal(a, b):
             raise AssertionError(f"{name}: {field} differs in {given.cell.name}")

@@ -81,7 +81,7 @@ class Buffered(nn.Module):
     def forward(self, rows: Tensor, seq_lens: Tensor) -> Tensor:
         out = ckv.DecodeMetadata(*(getattr(self, name) for name in ckv.DecodeMetadata._fields))
         meta = ckv.decode_metadata(self.req_to_token, rows, seq_lens, layout=self.layout, out=out, tail="keep")
-        return meta.cu_seqlens_k[-1]
+        return meta.cu_seqlens_k[-1].clone()
 
 
 def host(device: torch.device, rounds: int) -> dict[str, Any]:
