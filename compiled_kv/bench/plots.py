@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from compiled_kv.bench.report import number
+
 OURS, INCREMENTAL, OTHERS = "#0b6e4f", "#37a3a5", "#9aa0a6"
 LINES = {
     "ours": ("ours, full rebuild", OURS, "-", 2.5),
@@ -45,6 +47,12 @@ def _axes(title: str, width: float = 8, height: float = 4.5) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _log_scale(axes: Any) -> None:
+    axes.set_yscale("log")
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(lambda value, _: f"{value:g}")
+
+
 def _ratios(results: dict[str, Any]) -> Any:
     """Ours over the best published design, every cell, sorted."""
     cells = sorted(results.get("cells", []), key=lambda cell: cell["ratios"]["rebuild"]["median"])
@@ -57,12 +65,11 @@ def _ratios(results: dict[str, Any]) -> Any:
         # A median cannot lie outside its interval, but rounding may put it there.
         errors = [[max(r["median"] - r["low"], 0) for r in ratios], [max(r["high"] - r["median"], 0) for r in ratios]]
         axes.errorbar(range(len(cells)), at, yerr=errors, fmt="o", ms=3, lw=0.8, color=color, label=label)
-    axes.axhline(1, color="black", lw=1)
-    axes.text(0, 1.02, "equal to the best of the others in that cell", va="bottom")
-    axes.set_yscale("log")
+    axes.axhline(1, color="black", lw=1, label="the best of the others in that cell")
+    _log_scale(axes)
     axes.set_ylabel("ratio, 95 % interval (below 1: ours is faster)")
     axes.set_xlabel("cells, sorted by the full rebuild")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -79,7 +86,7 @@ def _bounds(results: dict[str, Any]) -> Any:
         if points:
             axes.plot(*zip(*points), style, color=color, lw=width, marker="o", ms=4, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    _log_scale(axes)
     axes.set_xticks([cell["context"] for cell in cells], [f"{cell['context'] >> 10} K" for cell in cells])
     axes.set_xlabel("context bound, tokens")
     axes.set_ylabel("microseconds a call, in a CUDA graph")
@@ -96,7 +103,7 @@ def _bars(title: str, names: list[str], times: list[dict[str, Any]], unit: str, 
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     for at, value in enumerate(values):
-        axes.text(value, at, f"  {value:.3g}", va="center")
+        axes.text(value + errors[1][at], at, f"  {number(value)}", va="center")
     axes.set_xlabel(unit)
     return figure
 

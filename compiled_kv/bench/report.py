@@ -24,9 +24,9 @@ def claims(results: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = [
         ("full rebuild over the best published design, worst cell", "1.00", _most(each["median"] for each in rebuilt)),
         (f"cells above {MISS}", "0", f"{misses} of {len(cells)}"),
-        ("the same, geometric mean", "", _number(geometric_mean(each["median"] for each in rebuilt))),
+        ("the same, geometric mean", "", number(geometric_mean(each["median"] for each in rebuilt))),
         ("best published design over the incremental update, geometric mean", "at least 3",
-         _number(1 / geometric_mean(cell["ratios"]["incremental"]["median"] for cell in cells)) if cells else ""),
+         number(1 / geometric_mean(cell["ratios"]["incremental"]["median"] for cell in cells)) if cells else ""),
     ]  # fmt: skip
     cleared = [c["ratios"]["ours-clear/fill"]["median"] for c in cells if "ours-clear/fill" in c["ratios"]]
     rows.append(("clearing form over a fill of its tables, worst cell", "1.15", _most(cleared)))
@@ -51,7 +51,7 @@ def bandwidth_share(cells: list[dict[str, Any]]) -> str:
     wanted = {"batch": 64, "length": 1 << 17, "page_size": 1, "swa": "off", "lengths": "uniform"}
     found = [cell for cell in cells if all(cell[axis] == value for axis, value in wanted.items())]
     shares = [c["times"]["copy"]["median"] / c["times"]["ours"]["median"] for c in found if "copy" in c["times"]]
-    return _number(min(shares)) if shares else ""
+    return number(min(shares)) if shares else ""
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def _cells(results: dict[str, Any]) -> str:
     head = "| cell | " + " | ".join(names) + " | ours / best [95 %] |"
     lines = [head, "|---" * (len(names) + 2) + "|"]
     for cell in cells:
-        times = [_number(cell["times"][name]["median"]) if name in cell["times"] else "" for name in names]
+        times = [number(cell["times"][name]["median"]) if name in cell["times"] else "" for name in names]
         lines.append(f"| {cell['name']} | {' | '.join(times)} | {_interval(cell['ratios']['rebuild'])} |")
     return f"## Cells, median microseconds a call\n\n{legend}\n\n" + "\n".join(lines)
 
@@ -134,18 +134,19 @@ def _seconds(results: dict[str, Any]) -> str:
     return f"## Imports and first calls, seconds\n\n| what | seconds |\n|---|---|\n{lines}" if lines else ""
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three digits, and never an exponent."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _most(values: Iterable[float]) -> str:
     found = list(values)
-    return _number(max(found)) if found else ""
+    return number(max(found)) if found else ""
 
 
 def _spread(times: dict[str, Any]) -> str:
     low, high = times["quartiles"]
-    return f"{_number(times['median'])} [{_number(low)}, {_number(high)}]"
+    return f"{number(times['median'])} [{number(low)}, {number(high)}]"
 
 
 def _interval(ratio: dict[str, float]) -> str:
