@@ -1,6 +1,9 @@
 """Decode metadata for paged attention, built on the device, inside the graph that `torch.compile` makes of a decode
 step."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import seqlens
 from compiled_kv.metadata import decode_metadata
@@ -12,13 +15,40 @@ from compiled_kv.status import Status
 from compiled_kv.translation import translate_slots
 from compiled_kv.windows import swa_page_table
 
+if TYPE_CHECKING:
+    from compiled_kv.auditor import audit
+    from compiled_kv.buffers import DecodeBuffers
+    from compiled_kv.fakes import host
+    from compiled_kv.goldens import assert_graph
+    from compiled_kv.replay import DecodeGraphs
+    from compiled_kv.replay_check import check_replay
+    from compiled_kv.tracing import capture
+
+# Tools around a decode step; they import dynamo, which a serving process may do without until it needs them.
+_TOOLS = {
+    "DecodeBuffers": "buffers",
+    "DecodeGraphs": "replay",
+    "assert_graph": "goldens",
+    "audit": "auditor",
+    "capture": "tracing",
+    "check_replay": "replay_check",
+    "host": "fakes",
+}
+
 __all__ = [
+    "DecodeBuffers",
+    "DecodeGraphs",
     "DecodeMetadata",
     "KVLayout",
     "Status",
+    "assert_graph",
+    "audit",
+    "capture",
+    "check_replay",
     "decode_metadata",
     "flashmla_kv_indices",
     "flashmla_schedule",
+    "host",
     "page_table",
     "seqlens",
     "slot_mapping",
@@ -26,3 +56,9 @@ __all__ = [
     "translate_slots",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_TOOLS[name]}"), name)

@@ -7,7 +7,9 @@ from importlib import import_module
 import click
 
 COMMANDS = {
+    "audit": "compiled_kv.auditor.command:command",
     "demo": "compiled_kv.demo.command:demo",
+    "replay": "compiled_kv.replay_command:command",
 }
 
 

@@ -106,7 +106,7 @@ def test_step_compiles_whole(audit):
 )
 def test_plugin_in_a_project_of_its_own(pytester: pytest.Pytester, line: str, passes: bool) -> None:
     pytester.makepyfile(model=MODEL.format(line=line), test_model=TEST)
-    result = pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin")
+    result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=int(passes), failed=int(not passes))
     if not passes:
         result.stdout.fnmatch_lines(["*model.py:11: error: host-read*", f"*{line}*"])
@@ -118,8 +118,8 @@ def test_plugin_compares_a_golden(pytester: pytest.Pytester, monkeypatch: pytest
     test = test.replace("    assert report.ok, str(report)\n", "")
     pytester.makepyfile(model=MODEL.format(line="keep = lens < lens.max()"), test_model=test)
     monkeypatch.delenv("EXPECTTEST_ACCEPT", raising=False)
-    pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin").assert_outcomes(failed=1)
+    pytester.runpytest_inprocess().assert_outcomes(failed=1)
     monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
-    pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin").assert_outcomes(passed=1)
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
     monkeypatch.delenv("EXPECTTEST_ACCEPT")
-    pytester.runpytest_inprocess("-p", "compiled_kv.pytest_plugin").assert_outcomes(passed=1)
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
