@@ -54,6 +54,13 @@ def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
         _check_range("q_lens", given["q_lens"], buffers.q_len)
 
 
+def check_ints(batch: DecodeBatch) -> None:
+    """Refuse an entry that is no 64-bit int."""
+    for name, values in batch._asdict().items():
+        for index, value in enumerate(values or ()):
+            check_int(f"batch.{name}[{index}]", value, -(2**63), 2**63 - 1)
+
+
 def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
     """Refuse tensors of a wrong kind, shape or device."""
     sizes = Sizes()

@@ -15,13 +15,14 @@ these.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compiled_kv.batches import DecodeBatch, check_batch, check_tensors
+from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors
 from compiled_kv.checks import INTS, Sizes, check_int, check_width
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_op import DecodeMetadata
@@ -116,9 +117,9 @@ class DecodeBuffers(nn.Module):
 
     def _bind(self) -> Ring:
         """Make the host's side, for the device that the buffers are on and the stream that is current."""
-        device, fields = self.inputs.device, DecodeBatch._fields
-        places = {fields.index(name): place for name, place in self._places.items() if name in fields}
-        self._ring = ring = Ring(self.inputs, places, pads={fields.index("rows"): -1})
+        device = self.inputs.device
+        sizes = [end - begin for name, (begin, end) in self._places.items() if name != "num_reqs"]
+        self._ring = ring = Ring(self.inputs, sizes)
         self._device_index = device.index
         self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         return ring
@@ -142,7 +143,7 @@ class DecodeBuffers(nn.Module):
 
     @property
     def req_pool_indices(self) -> Tensor:
-        """int64 [M]; -1 in padding rows."""
+        """int64 [M]; this and the others are 0 in padding rows, where nobody reads them."""
         return self._input("rows")
 
     @property
@@ -225,7 +226,11 @@ class DecodeBuffers(nn.Module):
         size = len(batch.rows)
         if not self._is_sound(batch, size):
             check_batch(self, batch)
-        ring.fill(size, batch)
+        try:
+            ring.fill(size, [values for values in batch if values is not None])
+        except struct.error:
+            check_ints(batch)
+            raise
         ring.send(self._heads[batch.token_ids is not None])
         return size
 
@@ -251,7 +256,7 @@ class DecodeBuffers(nn.Module):
         for name, values in given.items():
             begin, end = self._places[name]
             self.inputs[begin : begin + len(values)].copy_(values)
-            self.inputs[begin + len(values) : end].fill_(-1 if name == "rows" else 0)
+            self.inputs[begin + len(values) : end].zero_()
         size = len(batch.rows)
         self.num_reqs.fill_(size)
         return size

@@ -9,15 +9,37 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compiled_kv.launch import triton
 
 REPLAYED = "a captured graph reads the address that it was captured with"
+
+
+class Places:
+    """Where the buffers of a module lie; they may not move."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buffers = module._buffers
+        self.names = [name for name, tensor in self.buffers.items() if tensor is not None]
+        self.get = itemgetter(*self.names)
+        self.pointers = self._now()
+
+    def _now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.get(self.buffers)))
+
+    def check(self) -> None:
+        """Refuse a buffer that is not where it was, by name."""
+        if (now := self._now()) != self.pointers:
+            name, was, here = next(each for each in zip(self.names, self.pointers, now) if each[1] != each[2])
+            raise ValueError(
+                f"buffers.{name} moved from {address(was)} to {address(here)}: {REPLAYED}; write into it instead"
+            )
 
 
 class Frozen:
@@ -114,5 +136,5 @@ def parameters_of(step: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:]
 
 
-def address(pointer: int | None) -> str:
-    return "nowhere" if pointer is None else f"{pointer:#x}"
+def address(pointer: int) -> str:
+    return f"{pointer:#x}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
-from compiled_kv.frozen import REPLAYED, Frozen, address, refuse_cold_start, unguarded
+from compiled_kv.frozen import Frozen, Places, refuse_cold_start, unguarded
 from compiled_kv.launch import INTERPRETED
 
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
@@ -66,7 +66,7 @@ class DecodeGraphs:
             self._prepare()
         for page, values in zip(null_pages, before):
             page.copy_(values)
-        self._names, self._pointers = _pointers(buffers)
+        self._places = Places(buffers)
 
     def __call__(self, batch: DecodeBatch, *args: Any, **kwargs: Any) -> Any:
         """Load `batch` and run the step of the smallest bucket that holds it.
@@ -100,19 +100,9 @@ class DecodeGraphs:
             return self.step(self.buffers, bucket, *self.args, **self.kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, pointers = _pointers(self.buffers)
-        if pointers != self._pointers:
-            self._refuse_buffers()
+        self._places.check()
         if args or kwargs:
             self._frozen.check(args, kwargs, self._outputs)
-
-    def _refuse_buffers(self) -> None:
-        then, now = dict(zip(self._names, self._pointers)), dict(zip(*_pointers(self.buffers)))
-        name = next(name for name in then | now if then.get(name) != now.get(name))
-        raise ValueError(
-            f"buffers.{name} moved from {address(then.get(name))} to {address(now.get(name))}: {REPLAYED}; "
-            "write into it instead"
-        )
 
     def _prepare(self) -> None:
         """Warm every bucket up, then capture each, largest first; no row is live, so that nothing real is written."""
@@ -152,11 +142,6 @@ def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
     if INTERPRETED or hasattr(step, "_torchdynamo_orig_callable") or isinstance(step, torch._dynamo.OptimizedModule):
         return step
     return torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-
-
-def _pointers(buffers: DecodeBuffers) -> tuple[list[str], list[int]]:
-    tensors = {name: t for name, t in buffers._buffers.items() if t is not None}
-    return list(tensors), list(map(Tensor.data_ptr, tensors.values()))
 
 
 def _name(step: Callable[..., Any]) -> str:

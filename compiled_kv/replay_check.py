@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.frozen import Places
 from compiled_kv.holdings import Planned, Serving
 from compiled_kv.reference_buffers import ReferenceBuffers
 from compiled_kv.replay import DecodeGraphs, compiled
@@ -163,7 +164,7 @@ class Player:
             self._look_for_reads(Expected(given, expected.parts), buffers)
             sizes = self.batch_sizes or powers_of_two(given.max_batch_size)
             graphs = self.make_graphs(self.step, buffers, sizes, *self._arguments(), backend=None)
-            scheduler, values = Scheduler(given), 0
+            scheduler, values, places = Scheduler(given), 0, Places(buffers)
             for scheduler, planned in play(given, list(scenario.events)):
                 number += 1
                 apply(scheduler.take_writes(), pools)
@@ -173,6 +174,7 @@ class Player:
                 args, kwargs = self._arguments()
                 with watched(self.device, number):
                     outputs = graphs(planned.batch, *args, **kwargs)
+                places.check()
                 found = contents(buffers)
                 if difference := expected.compare(found):
                     raise Different(difference)

@@ -59,6 +59,8 @@ def _name_input(expected: Expected, found: dict[str, list[int]], wanted: dict[st
     name = next(name for name in wanted if found[name] != wanted[name])
     i = _first(found[name], wanted[name])
     where = f"input {name}[{i}] holds {found[name][i]}, loaded was {wanted[name][i]}"
+    if name == "num_reqs" and found[name][i] > wanted[name][i]:
+        return Difference("forgotten padding row", f"{where}: rows count as live that are padding")
     if name == "generations":
         return Difference("wrong generation", where)
     if name != "num_reqs" and i >= len(expected.rows) * (expected.serving.queries if name == "token_ids" else 1):

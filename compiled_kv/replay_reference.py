@@ -62,10 +62,10 @@ class Expected:
             self.serving.max_batch_size * self.serving.queries,
         )
 
-        def padded(values: Any, pad: int = 0, to: int = size) -> list[int]:
-            return [*values, *[pad] * (to - len(values))]
+        def padded(values: Any, to: int = size) -> list[int]:
+            return [*values, *[0] * (to - len(values))]
 
-        fields = {"num_reqs": [len(planned.rows)], "rows": padded(batch.rows, -1), "seq_lens": padded(batch.seq_lens)}
+        fields = {"num_reqs": [len(planned.rows)], "rows": padded(batch.rows), "seq_lens": padded(batch.seq_lens)}
         fields["generations"] = padded(batch.generations)
         fields |= {"q_lens": padded(batch.q_lens)} if batch.q_lens is not None else {}
         return fields | {"token_ids": padded(batch.token_ids, to=tokens)}

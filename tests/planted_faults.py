@@ -60,11 +60,11 @@ class KeptTail(DecodeBuffers):
 
 
 class ForgottenPadding(DecodeBuffers):
-    """Every row of the bucket counts as live: padding rows work with what stood in them."""
+    """Every row counts as live: padding rows work with what stands in them."""
 
     def load(self, batch: DecodeBatch) -> int:
         size = super().load(batch)
-        self.req_pool_indices[size:] = 0
+        self.num_reqs.fill_(self.max_batch_size)
         return size
 
 

@@ -85,7 +85,7 @@ def test_what_is_not_loaded_is_padding(device: str) -> None:
     for _ in range(2 * HALF):
         buffers.load(BATCH)
         assert buffers.num_reqs.tolist() == [2]
-        assert buffers.req_pool_indices.tolist() == [3, 1, -1, -1]
+        assert buffers.req_pool_indices.tolist() == [3, 1, 0, 0]
         assert buffers.seq_lens.tolist() == [9, 5, 0, 0]
         assert buffers.generations.tolist() == [1, 4, 0, 0]
         assert buffers.token_ids.tolist() == [11, 12, 0, 0]
@@ -125,6 +125,10 @@ WRONG = {
     "float-tensor": ("plain", on("cpu", BATCH)._replace(seq_lens=torch.ones(2)),
      "batch.seq_lens must be int32 or int64, got float32"),
     "tensor-on-meta": ("plain", on("meta", BATCH), "batch.rows must be on cpu, as the buffers is, got meta"),
+    "float-generation": ("plain", BATCH._replace(generations=[1, 0.5]),
+     "batch.generations[1] must be an int, got float"),
+    "wide-token": ("plain", BATCH._replace(token_ids=[2**63, 1]),
+     "batch.token_ids[0] must be at most 9223372036854775807"),
     "text": ("plain", DecodeBatch(["a"], [3], [0]), "batch.rows[0] must be an int, got str"),
 }  # fmt: skip
 
@@ -177,8 +181,8 @@ def test_a_copy_is_a_set_of_its_own(clone: Any) -> None:
     buffers.load(BATCH)
     other = clone(buffers)
     other.load(DecodeBatch([5], [3], [0]))
-    assert other.req_pool_indices.tolist() == [5, -1, -1, -1]
-    assert buffers.req_pool_indices.tolist() == [3, 1, -1, -1]
+    assert other.req_pool_indices.tolist() == [5, 0, 0, 0]
+    assert buffers.req_pool_indices.tolist() == [3, 1, 0, 0]
 
 
 def _saved(module: nn.Module) -> io.BytesIO:
@@ -207,16 +211,17 @@ def test_draft_steps_share_a_set() -> None:
         assert buffers.page_table[:2].tolist() == wanted.tolist()
 
 
-def test_ring_pads_what_the_line_held_before() -> None:
-    target = torch.zeros(6, dtype=torch.int64)
-    ring = Ring(target, {0: (1, 3), 1: (3, 6)}, pads={0: -1})
-    for fields, line in [
-        (([7, 8], [4]), [2, 7, 8, 4, 0, 0]),
-        (([9], [1, 2, 3]), [2, 9, -1, 1, 2, 3]),
-        (([], None), [2, -1, -1, 1, 2, 3]),
+def test_ring_clears_what_the_line_held_before() -> None:
+    target = torch.full((6,), 77)
+    ring = Ring(target, [2, 3])
+    for fields, size, line in [
+        (([7, 8], [4]), 6, [2, 7, 8, 4, 0, 0]),
+        (([9], [1, 2, 3]), 6, [2, 9, 0, 1, 2, 3]),
+        (([5],), 3, [2, 5, 0, 1, 2, 3]),
+        (([], []), 6, [2, 0, 0, 0, 0, 0]),
     ]:
         ring.fill(2, fields)
-        ring.send(6)
+        ring.send(size)
         assert target.tolist() == line
 
 
