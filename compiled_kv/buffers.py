@@ -119,7 +119,7 @@ class DecodeBuffers(nn.Module):
         """Make the host's side, for the device that the buffers are on and the stream that is current."""
         device = self.inputs.device
         sizes = [end - begin for name, (begin, end) in self._places.items() if name != "num_reqs"]
-        self._ring = ring = Ring(self.inputs, sizes)
+        self._ring = ring = Ring(self.inputs, sizes, unsigned=2)
         self._device_index = device.index
         self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         return ring
@@ -229,13 +229,17 @@ class DecodeBuffers(nn.Module):
         try:
             ring.fill(size, [values for values in batch if values is not None])
         except struct.error:
+            check_batch(self, batch)
             check_ints(batch)
             raise
         ring.send(self._heads[batch.token_ids is not None])
         return size
 
     def _is_sound(self, batch: DecodeBatch, size: int) -> bool:
-        """Whether a glance finds nothing wrong; what it is not sure of is to be looked at entry by entry."""
+        """Whether a glance finds nothing wrong; what it is not sure of is looked at entry by entry.
+
+        Negative rows and lengths are left to the ring, which refuses them.
+        """
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
         try:
             return (
@@ -244,7 +248,6 @@ class DecodeBuffers(nn.Module):
                 and Tensor not in map(type, batch)
                 and len(seq_lens) == len(generations) == size <= self.max_batch_size
                 and (token_ids is None or len(token_ids) <= size * self.q_len)
-                and (size == 0 or (min(rows) >= 0 <= min(seq_lens)))
                 and (size == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
             )
         except TypeError:

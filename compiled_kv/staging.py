@@ -31,12 +31,14 @@ class Ring:
     Args:
         target: int64 [n], on any device, what lines are copied to.
         sizes: the most numbers of each field; the count and they fill a line.
+        unsigned: how many of the first fields take no negative number.
     """
 
-    def __init__(self, target: Tensor, sizes: Sequence[int]) -> None:
+    def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0) -> None:
         # Weak: whoever looks into a module for its tensors is to find this one where it is registered.
         self.target, self.on_cuda, self.turn = weakref.ref(target), target.device.type == "cuda", -1
-        self.sizes, count = sizes, 2 * HALF if self.on_cuda else 1
+        self.sizes, self.unsigned = sizes, unsigned
+        count = 2 * HALF if self.on_cuda else 1
         self.lines = [torch.zeros(len(target), dtype=torch.int64, pin_memory=self.on_cuda) for _ in range(count)]
         self.memory = [(ctypes.c_char * (8 * len(target))).from_address(line.data_ptr()) for line in self.lines]
         self.packers: dict[tuple[int, ...], struct.Struct] = {}
@@ -44,7 +46,11 @@ class Ring:
         self.sent = [torch.cuda.Event(), torch.cuda.Event()] if self.on_cuda else []
 
     def fill(self, count: int, fields: Sequence[Any]) -> None:
-        """Write `count` and the values of the first fields into the next line."""
+        """Write `count` and the values of the first fields into the next line.
+
+        Raises:
+            struct.error: a value is no 64-bit int, or negative where it may not be; the line stays the next one.
+        """
         turn = (self.turn + 1) % len(self.lines)
         if self.on_cuda and turn % HALF == 0:
             self.sent[turn // HALF].synchronize()
@@ -54,7 +60,8 @@ class Ring:
         self.turn = turn
 
     def _packer(self, lengths: tuple[int, ...]) -> struct.Struct:
-        fields = (f"{length}q{8 * (size - length)}x" for length, size in zip(lengths, self.sizes))
+        kinds = "Q" * self.unsigned + "q" * len(self.sizes)
+        fields = (f"{n}{kind}{8 * (size - n)}x" for n, size, kind in zip(lengths, self.sizes, kinds))
         return self.packers.setdefault(lengths, struct.Struct("=q" + "".join(fields)))
 
     def send(self, size: int) -> None:
