@@ -45,9 +45,9 @@ def read_lengths(path: Path | None) -> list[tuple[int, int]]:
         return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
 
 
-def scenarios(steps: int, path: Path | None) -> None:
+def scenarios(steps: int, path: Path | None, modes: list[str]) -> None:
     lengths = read_lengths(path)
-    for mode in ("decode", "verify"):
+    for mode in modes:
         for window in (None, 200):
             given = serving(mode, page_size=16, max_context_len=2048, max_batch_size=16, window=window)
             for scenario in (story(given), trace(given, lengths, steps), walk(given, steps, seed=1)):
@@ -225,9 +225,12 @@ def main() -> None:
     parser.add_argument("what", choices=["scenarios", "host", "device"])
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--modes", nargs="+", default=["decode", "verify"])
     given = parser.parse_args()
     say(what="device name", name=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
-    {"scenarios": lambda: scenarios(given.steps, given.trace), "host": host, "device": device}[given.what]()
+    {"scenarios": lambda: scenarios(given.steps, given.trace, given.modes), "host": host, "device": device}[
+        given.what
+    ]()
 
 
 if __name__ == "__main__":

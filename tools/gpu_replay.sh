@@ -1,4 +1,5 @@
 #!/bin/bash
+# STEPS and MODES shorten or split the scenarios.
 # Everything about replay that needs a GPU: tests, long scenarios, host and device times. Results go to $OUT (default: build).
 #   tools/gpu_replay.sh [tests|scenarios|host|device|sanitizer|all] [trace.csv]
 set -u
@@ -23,7 +24,8 @@ wanted() { [ "$what" = all ] || [ "$what" = "$1" ]; }
 wanted tests && run tests "$python" -m pytest -q -m gpu tests/test_updates.py tests/test_buffers.py tests/test_replay.py --durations=5
 wanted host && run host "$python" tools/gpu_replay.py host
 wanted device && run device "$python" tools/gpu_replay.py device
-wanted scenarios && run scenarios "$python" tools/gpu_replay.py scenarios --steps "${STEPS:-20000}" --trace "$trace"
+wanted scenarios && run scenarios "$python" tools/gpu_replay.py scenarios --steps "${STEPS:-20000}" --trace "$trace" \
+    --modes ${MODES:-decode verify}
 if [ "$what" = sanitizer ]; then
     for tool in memcheck racecheck initcheck synccheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
