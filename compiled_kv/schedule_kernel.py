@@ -111,6 +111,7 @@ def _lay_ruler(
     tl.store(ruler_ptr, 0)
     tl.store(line_ptr, 0)
     tl.store(num_splits_ptr, 0)
+    tl.debug_barrier()  # an empty batch meets no other before its parts are looked up
     for begin in range(0, batch_size, CHUNK):
         # What stood at the last boundary met, and at the end of the chunk before.
         line = tl.load(line_ptr + begin, mask=begin > 0, other=0)
@@ -132,6 +133,8 @@ def _lay_ruler(
         path = tl.load(stage_ptr + 2 + (group.to(tl.int64) * GROUP + lane) * STAGED)
         groups = (tl.minimum(active - begin, CHUNK) + GROUP - 1) // GROUP
         entry, before, anchor = _walk(stage_ptr, groups, begin, anchor, anchor_line % quota, quota, overhead)
+        # A part ends with the last request, met or not: chunks of padding go on from there.
+        anchor = tl.where(active <= begin + CHUNK, active, anchor)
         before = tl.load(line_ptr + before)[:, None]
         ends = tl.reshape(line, [GROUPS, GROUP])
         first = tl.broadcast_to(tl.minimum(entry, GROUP - 1)[:, None], [GROUPS, GROUP])
