@@ -18,21 +18,21 @@ from compiled_kv.windows import swa_page_table
 if TYPE_CHECKING:
     from compiled_kv.auditor import audit
     from compiled_kv.buffers import DecodeBuffers
-    from compiled_kv.fakes import host
     from compiled_kv.goldens import assert_graph
-    from compiled_kv.replay import DecodeGraphs
-    from compiled_kv.replay_check import check_replay
-    from compiled_kv.tracing import capture
+    from compiled_kv.replay.check import check_replay
+    from compiled_kv.replay.graphs import DecodeGraphs
+    from compiled_kv.tracing.fakes import host
+    from compiled_kv.tracing.graphs import capture
 
 # Tools around a decode step; they import dynamo, which a serving process may do without until it needs them.
 _TOOLS = {
     "DecodeBuffers": "buffers",
-    "DecodeGraphs": "replay",
+    "DecodeGraphs": "replay.graphs",
     "assert_graph": "goldens",
     "audit": "auditor",
-    "capture": "tracing",
-    "check_replay": "replay_check",
-    "host": "fakes",
+    "capture": "tracing.graphs",
+    "check_replay": "replay.check",
+    "host": "tracing.fakes",
 }
 
 __all__ = [

@@ -9,7 +9,7 @@ import click
 COMMANDS = {
     "audit": "compiled_kv.auditor.command:command",
     "demo": "compiled_kv.demo.command:demo",
-    "replay": "compiled_kv.replay_command:command",
+    "replay": "compiled_kv.replay.command:command",
 }
 
 

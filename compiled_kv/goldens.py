@@ -14,8 +14,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from compiled_kv.rendering import body, summary
-from compiled_kv.tracing import Graphs
+from compiled_kv.tracing.graphs import Graphs
+from compiled_kv.tracing.rendering import body, summary
 
 _TIERS = ("dynamo", "aot")
 _SIZES = {False: "static", True: "dynamic", None: "as first called"}

@@ -29,7 +29,7 @@ def audit() -> Callable[..., Any]:
 def assert_graph(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Capture a step and compare its graph with a golden file beside the test."""
     from compiled_kv.goldens import assert_graph
-    from compiled_kv.tracing import capture
+    from compiled_kv.tracing.graphs import capture
 
     def check(
         step: Callable[..., Any], *args: Any, golden: str, target: str | None = "cuda:sm_90",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compiled_kv.auditor import audit
-from compiled_kv.fakes import host
+from compiled_kv.tracing.fakes import host
 from tests.audit_corpus.arguments import arguments
 from tests.audit_corpus.clean import CLEAN
 from tests.audit_corpus.hazards import HAZARDS

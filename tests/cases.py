@@ -134,6 +134,7 @@ CASES: dict[str, Batch] = {
     "positions-outside-the-row": batch(positions=[-1, -HUGE, 32, HUGE, 31, INT32_MAX, 0, 0]),
     "slots-with-holes": batch(slots=[50, -1, 52, -HUGE, 2**40, 55]),
     "fewer-slots-than-tokens": batch(slots=[50, 51, 52], num_tokens=9),
+    "slots-for-the-live-rows-alone": batch(slots=[50, 51], num_tokens=4, num_reqs=1),
     "more-slots-than-tokens": batch(slots=list(range(60, 75)), num_tokens=4),
     "window-edges": batch(window=6, seq_lens=[9, 10, 11], delta=0, q_len=1, q_lens=[1, 1, 1]),
     "window-edges-of-queries": batch(window=5, seq_lens=[12, 13, 14], delta=0, q_len=3, q_lens=[2, 3, 4]),
@@ -218,6 +219,6 @@ FORMS = [
     Form("decode_metadata", mapped="token", padded="scalar", status=True, in_place=True, tail="keep", wide=0xFFFF),
     Form("decode_metadata", mapped="page", ragged=True, padded="vector", status=True, wide=0x5555, strided=True),
     Form("decode_metadata", mapped="token", ragged=True, given=True, status=True, in_place=True, wide=0xAAAA),
-    Form("decode_metadata", mapped="page", given=True, bounded=False, padded="scalar", wide=0xFFFF),
+    Form("decode_metadata", mapped="page", given=True, bounded=False, padded="scalar", status=True, wide=0xFFFF),
     Form("decode_metadata", ragged=True, bounded=False, in_place=True, tail="keep"),
 ]

@@ -15,7 +15,7 @@ from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
 from compiled_kv.staging import HALF, Ring
-from compiled_kv.tracing import capture
+from compiled_kv.tracing.graphs import capture
 from tests.cases import DEVICES, needs_cuda, pool_of_pages
 from tests.conftest import INTERPRETED
 

@@ -15,10 +15,10 @@ from compiled_kv.demo import serving, speculative
 from compiled_kv.demo.allocator import Allocator, Holding
 from compiled_kv.demo.loop import Loop
 from compiled_kv.demo.requests import Request
-from compiled_kv.demo.trace import Lengths
 from compiled_kv.demo.workload import Workload, make_requests, plan
 from compiled_kv.models import architecture
 from compiled_kv.models.step import SLIDING, PagedCausalLM, View
+from compiled_kv.request_traces import Lengths
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 GOOD = {"view": PagedCausalLM.view, "forward": PagedCausalLM.forward}

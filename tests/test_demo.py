@@ -14,9 +14,9 @@ from compiled_kv.demo import serving
 from compiled_kv.demo.allocator import Allocator
 from compiled_kv.demo.report import complaints
 from compiled_kv.demo.serving import run, serve
-from compiled_kv.demo.trace import Lengths
 from compiled_kv.demo.workload import Workload, make_requests, plan
 from compiled_kv.models import NAMES, architecture
+from compiled_kv.request_traces import Lengths
 
 # Prompts shorter and longer than a chunk, a page and Gemma's window of 24; outputs from one token to several windows.
 CONTEXTS = 3, 90, 1, 40, 64, 17, 100, 30, 5, 50

@@ -9,8 +9,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from compiled_kv.goldens import assert_graph
-from compiled_kv.rendering import body, summary
-from compiled_kv.tracing import Graphs, capture
+from compiled_kv.tracing.graphs import Graphs, capture
+from compiled_kv.tracing.rendering import body, summary
 from tests.graph_cases import CASES
 
 pytest.importorskip("triton", reason="kernels are traced")

@@ -14,7 +14,7 @@ from compiled_kv.goldens import assert_graph
 from compiled_kv.models import NAMES, architecture
 from compiled_kv.models.pools import PagedPool, visible_keys
 from compiled_kv.models.step import SLIDING, PagedCausalLM, by_row, layer_types
-from compiled_kv.tracing import Graphs, capture
+from compiled_kv.tracing.graphs import Graphs, capture
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 NAME_OF = {architecture(name).paged: name for name in NAMES}

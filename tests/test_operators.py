@@ -29,12 +29,12 @@ FULL_BLOCKS = ("plain", "wide-batch")
 
 @pytest.fixture(autouse=True)
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels take four columns, rows or tokens at a time, so that small batches go round every loop."""
+    """Interpreted kernels take four columns, rows or tokens at a time, by two programs a row: every loop goes round."""
     if not INTERPRETED or "full_blocks" in request.node.name:
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_kv."):
-            for size in ("BLOCK", "SCAN", "TOKENS"):
+            for size in ("BLOCK", "SCAN", "TOKENS", "PROGRAMS"):
                 if isinstance(getattr(module, size, None), int):
                     monkeypatch.setattr(module, size, 4)
 

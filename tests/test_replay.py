@@ -13,11 +13,11 @@ from torch import Tensor
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay import DecodeGraphs
-from compiled_kv.replay_check import ReplayFault, Step, check_replay, metadata_step, powers_of_two
-from compiled_kv.replay_pools import make_pools
-from compiled_kv.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
-from compiled_kv.scheduler import Scheduler, play
+from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step, powers_of_two
+from compiled_kv.replay.graphs import DecodeGraphs
+from compiled_kv.replay.pools import make_pools
+from compiled_kv.replay.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
+from compiled_kv.replay.scheduler import Scheduler, play
 from tests.cases import DEVICES, needs_cuda
 from tests.conftest import INTERPRETED
 from tests.planted_faults import FAULTS
@@ -282,7 +282,7 @@ def test_command(
     arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     testing = pytest.importorskip("click.testing")
-    from compiled_kv.replay_command import command
+    from compiled_kv.replay.command import command
 
     (tmp_path / "steps.py").write_text(STEPS_FILE)
     (tmp_path / "short.txt").write_text("join 20\nstep 0\n")

@@ -17,7 +17,7 @@ from torch import Tensor
 import compiled_kv as ckv
 from compiled_kv import reference
 from compiled_kv.schedules import FORMS
-from compiled_kv.tracing import capture
+from compiled_kv.tracing.graphs import capture
 from tests.cases import DEVICES, needs_cuda
 from tests.conftest import INTERPRETED
 from tests.harness import POISON, around, poisoned

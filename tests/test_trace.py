@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from compiled_kv.cli import main
-from compiled_kv.demo.trace import CONTEXT, GENERATED, Lengths, TraceError, read_trace, synthetic_trace
+from compiled_kv.request_traces import CONTEXT, GENERATED, Lengths, TraceError, read_trace, synthetic_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

@@ -16,10 +16,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from compiled_kv import targets
 from compiled_kv.goldens import assert_graph
-from compiled_kv.rendering import render
-from compiled_kv.tracing import Graphs, capture, host, trace
+from compiled_kv.tracing import targets
+from compiled_kv.tracing.graphs import Graphs, capture, host, trace
+from compiled_kv.tracing.rendering import render
 
 toy_op = pytest.importorskip("tests.toy_op", reason="needs Triton")
 bump, bump_out, bump_pair_out = toy_op.bump, toy_op.bump_out, toy_op.bump_pair_out
@@ -323,7 +323,7 @@ def run_python(code: str, **environment: str) -> str:
 def test_rendering_is_the_same_in_every_process() -> None:
     code = """
 import torch
-from compiled_kv.tracing import capture
+from compiled_kv.tracing.graphs import capture
 from tests.toy_op import bump_pair_out
 x, out, also = (torch.zeros(40, dtype=torch.int32) for _ in range(3))
 print(capture(bump_pair_out, x, out, also, target="cuda:sm_90", dynamic=True), end="")
@@ -338,7 +338,7 @@ INTERPRETER = """
 import os, torch
 from compiled_kv.page_tables import page_table
 from compiled_kv.layout import KVLayout
-from compiled_kv.tracing import capture
+from compiled_kv.tracing.graphs import capture
 pool, rows, lengths = torch.tensor([[0] * 6, [8, 9, 10, 11, 4, 5]]), torch.tensor([1]), torch.tensor([6])
 layout = KVLayout(page_size=4, max_context_len=6)
 if os.environ["TRITON_INTERPRET"] == "1":

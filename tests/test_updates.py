@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_op import DecodeMetadata
-from compiled_kv.tracing import capture
+from compiled_kv.tracing.graphs import capture
 from compiled_kv.updates import clear_held, new_held, update_metadata
 from tests.cases import CASES, DEVICES, LAYOUT, batch, needs_cuda, pool_of_pages
 from tests.conftest import INTERPRETED

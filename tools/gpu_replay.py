@@ -29,9 +29,9 @@ from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata import decode_metadata
-from compiled_kv.replay import DecodeGraphs
-from compiled_kv.replay_check import check_replay, metadata_step
-from compiled_kv.scenarios import serving, story, trace, walk
+from compiled_kv.replay.check import check_replay, metadata_step
+from compiled_kv.replay.graphs import DecodeGraphs
+from compiled_kv.replay.scenarios import serving, story, trace, walk
 
 
 def say(**line: Any) -> None:

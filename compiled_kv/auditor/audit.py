@@ -8,11 +8,11 @@ from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-from compiled_kv import counts
 from compiled_kv.auditor import hazards, state
 from compiled_kv.auditor.findings import Finding, Report, merge
-from compiled_kv.rendering import render
-from compiled_kv.tracing import Graphs, trace
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.graphs import Graphs, trace
+from compiled_kv.tracing.rendering import render
 
 RULES: tuple[Callable[[Graphs], Any], ...] = (
     hazards.graph_break,

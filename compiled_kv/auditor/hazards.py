@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx
 
-from compiled_kv import counts
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
-from compiled_kv.tracing import Graphs
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.graphs import Graphs
 
 READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
 SHAPE_REMEDY = "keep the shape: torch.where or masked_fill over all rows, or a static bound and padding of -1"

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from compiled_kv import counts
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
-from compiled_kv.spelling import clean
-from compiled_kv.tracing import Graphs
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.graphs import Graphs
+from compiled_kv.tracing.spelling import clean
 
 _SCATTERS = ("aten.slice_scatter", "aten.select_scatter", "aten.as_strided_scatter", "aten.diagonal_scatter")
 

@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from compiled_kv.request_traces import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
+
 from ..models import NAMES, architecture
 from .report import show
 from .serving import Result, serve
-from .trace import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 from .workload import Workload, make_requests, plan
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .. import counts
+from ..tracing import counts
 
 
 class CompiledStep:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_kv.request_traces import Lengths
+
 from ..layout import KVLayout, ceil_div
 from ..models.step import SLIDING, Architecture, PagedCausalLM, layer_types
 from .requests import Request
-from .trace import Lengths
 
 
 @dataclass(frozen=True)

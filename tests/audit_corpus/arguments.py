@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compiled_kv.tracing import host
+from compiled_kv.tracing.graphs import host
 from tests.audit_corpus.library import Router
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from compiled_kv.replay_reference import Expected
+    from compiled_kv.replay.reference import Expected
 
 TABLES = ("page_table", "swa_page_table")
 SLOTS = ("slot_mapping", "swa_slot_mapping")

@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_kv import counts
-from compiled_kv.replay_names import Difference
+from compiled_kv.replay.names import Difference
+from compiled_kv.tracing import counts
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 

@@ -21,11 +21,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 
-from compiled_kv import counts
-from compiled_kv.spelling import as_ceil_div, clean, dtype_name, is_ceil_div, wrap
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.spelling import as_ceil_div, clean, dtype_name, is_ceil_div, wrap
 
 if TYPE_CHECKING:
-    from compiled_kv.tracing import Graphs
+    from compiled_kv.tracing.graphs import Graphs
 
 _FRESH = re.compile(r"aten\.(new_)?empty(_like|_strided|_permuted)?")
 _NOISE = {"device", "layout", "pin_memory", "memory_format", "dtype", "requires_grad", "non_blocking", "_stacklevel"}

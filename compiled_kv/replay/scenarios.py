@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from compiled_kv.holdings import Serving
 from compiled_kv.layout import KVLayout, ceil_div
+from compiled_kv.replay.holdings import Serving
 
 
 class Event(NamedTuple):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from compiled_kv.demo.trace import TraceError, read_trace, synthetic_trace
-from compiled_kv.holdings import Serving
-from compiled_kv.replay_check import ReplayFault, Step, check_replay, metadata_step
-from compiled_kv.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
+from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step
+from compiled_kv.replay.holdings import Serving
+from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
+from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
 
 KINDS = ("story", "walk", "trace")
 

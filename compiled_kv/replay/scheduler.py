@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from compiled_kv.batches import DecodeBatch
-from compiled_kv.holdings import NOWHERE, Holdings, Planned, Request, RowState, Serving
 from compiled_kv.layout import ceil_div
+from compiled_kv.replay.holdings import NOWHERE, Holdings, Planned, Request, RowState, Serving
 
 
 class Scheduler(Holdings):

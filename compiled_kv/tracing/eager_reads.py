@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compiled_kv import counts
+from compiled_kv.tracing import counts
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
-from compiled_kv.frozen import Frozen, Places, refuse_cold_start, unguarded
 from compiled_kv.launch import INTERPRETED
+from compiled_kv.replay.frozen import Frozen, Places, refuse_cold_start, unguarded
 
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
 

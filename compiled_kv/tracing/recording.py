@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_kv import counts
-from compiled_kv.events import Frozen, GraphBreak
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.events import Frozen, GraphBreak
 
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")

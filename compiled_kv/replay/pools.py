@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.holdings import NOWHERE, Serving, Write
+from compiled_kv.replay.holdings import NOWHERE, Serving, Write
 
 
 def make_pools(given: Serving, device: torch.device) -> dict[str, Tensor]:

@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.frozen import Places
-from compiled_kv.holdings import Planned, Serving
-from compiled_kv.reference_buffers import ReferenceBuffers
-from compiled_kv.replay import DecodeGraphs, compiled
-from compiled_kv.replay_names import Difference
-from compiled_kv.replay_pools import apply, contents, make_pools
-from compiled_kv.replay_reference import Expected
-from compiled_kv.replay_watch import Different, DispatchReads, FunctionReads, naming, watched
-from compiled_kv.scenarios import Event, Scenario, serving, shorter, story
-from compiled_kv.scheduler import Scheduler, play
+from compiled_kv.replay.frozen import Places
+from compiled_kv.replay.graphs import DecodeGraphs, compiled
+from compiled_kv.replay.holdings import Planned, Serving
+from compiled_kv.replay.names import Difference
+from compiled_kv.replay.pools import apply, contents, make_pools
+from compiled_kv.replay.reference import Expected
+from compiled_kv.replay.reference_buffers import ReferenceBuffers
+from compiled_kv.replay.scenarios import Event, Scenario, serving, shorter, story
+from compiled_kv.replay.scheduler import Scheduler, play
+from compiled_kv.replay.watch import Different, DispatchReads, FunctionReads, naming, watched
 
 Step = Callable[..., Any]
 

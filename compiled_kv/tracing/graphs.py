@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_kv import counts
-from compiled_kv.eager_reads import EagerRead, recording_mode
-from compiled_kv.events import Frozen, GraphBreak, Recompile, graph_breaks, recompiles
-from compiled_kv.fakes import Fakes, host
-from compiled_kv.recording import Recorder, compiler
-from compiled_kv.targets import Target
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.eager_reads import EagerRead, recording_mode
+from compiled_kv.tracing.events import Frozen, GraphBreak, Recompile, graph_breaks, recompiles
+from compiled_kv.tracing.fakes import Fakes, host
+from compiled_kv.tracing.recording import Recorder, compiler
+from compiled_kv.tracing.targets import Target
 
 __all__ = ["Graphs", "capture", "host"]
 
@@ -79,7 +79,7 @@ class Graphs:
         return len(self.aot) == len(self.dynamo) > 0
 
     def __str__(self) -> str:
-        from compiled_kv.rendering import render
+        from compiled_kv.tracing.rendering import render
 
         return "\n\n".join(f"{tier}\n{render(self, tier)}" for tier in ("dynamo", "aot"))
 
