@@ -34,6 +34,8 @@ class Fault:
     runs_on: tuple[str, ...] = ("cpu", "cuda")
 
 
+# Where arguments lie that a fault makes anew for each step.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = {"page_size": 4, "max_context_len": 64, "max_batch_size": 4}
 
 
@@ -211,7 +213,8 @@ class EarlyRefill(DecodeBuffers):
         torch.cuda._sleep(5_000_000)
         size = super().load(batch)
         assert self._ring is not None
-        self._ring.fill(size, batch._replace(seq_lens=[length + 1 for length in batch.seq_lens]))
+        later = batch._replace(seq_lens=[length + 1 for length in batch.seq_lens])
+        self._ring.fill(size, [values for values in later if values is not None])
         self._ring.lines[self._ring.turn - 1].copy_(self._ring.lines[self._ring.turn])
         return size
 
@@ -299,7 +302,7 @@ FAULTS: dict[str, Fault] = {
     "rollback-forgotten": Fault("stale page", buffers=TrustedDrafts, scenario=walking("verify")),
     "output-made-anew": Fault("moved pointer", buffers=FreshOutputs),
     "input-made-anew": Fault(
-        "moved pointer", step=scaled_step, args=(2, Each(lambda: torch.zeros(1, dtype=torch.int32)))
+        "moved pointer", step=scaled_step, args=(2, Each(lambda: torch.zeros(1, dtype=torch.int32, device=DEVICE)))
     ),
     "staging-overwritten": Fault("late input", buffers=OverwrittenStaging),
     "int64-read-as-int32": Fault("int64 read as int32", buffers=HalfWords),

@@ -10,7 +10,9 @@ same class runs the compiled step, and holds its caller to the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,12 +132,26 @@ class DecodeGraphs:
         home.wait_stream(side)
         torch.cuda.synchronize()
         memory = torch.cuda.graph_pool_handle()
-        for size in sizes:
-            graph = torch.cuda.CUDAGraph()
-            with refuse_cold_start(_name(self.step)), torch.cuda.graph(graph, pool=memory, stream=side):
-                self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
-            self._graphs[size] = graph
+        with _no_collection():
+            for size in sizes:
+                graph = torch.cuda.CUDAGraph()
+                with refuse_cold_start(_name(self.step)), torch.cuda.graph(graph, pool=memory, stream=side):
+                    self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
+                self._graphs[size] = graph
         torch.cuda.synchronize()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: an older graph that died in a cycle may not be freed under capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:

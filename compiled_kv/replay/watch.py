@@ -93,7 +93,7 @@ class DispatchReads(TorchDispatchMode):
 
 def _caller() -> str:
     """Where the code that is neither torch's nor this package's stands now."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
