@@ -75,8 +75,8 @@ BLOCK = 512
 SCAN = 256
 # Tokens a program finds slots for at a time.
 TOKENS = 128
-# Eight programs for each of 132 multiprocessors fill the device; more would only cost their own start.
-PROGRAMS = 1056
+# Some eight programs for each multiprocessor fill the device; more would only cost their own start.
+PROGRAMS = 1024
 
 
 def programs_a_row(batch_size: int, width: int) -> int:
