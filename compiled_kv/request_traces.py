@@ -68,7 +68,9 @@ def _length(path: Path, row: int, column: str, text: str | None) -> int:
     try:
         value = int(text or "")
     except ValueError:
-        raise TraceError(f"{path}: row {row}: {column} must be a whole number, got {text!r}") from None
+        raise TraceError(
+            f"{path}: row {row}: {column} must be a whole number, got {'nothing' if text is None else repr(text)}"
+        ) from None
     if value < 0:
         raise TraceError(f"{path}: row {row}: {column} must not be negative, got {value}")
     return value

@@ -53,3 +53,7 @@ def raising() -> Any:
 
 def mismatched() -> Any:
     return (lambda x: x @ x), (torch.zeros(2, 3),)
+
+
+def unmade() -> None:
+    raise KeyError("no weights")

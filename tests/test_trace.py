@@ -22,7 +22,7 @@ BAD_FILES = {
     "a-word": (HEADER + "a,5,6\na,5,6\na,five,6\n", "row 4: ContextTokens must be a whole number, got 'five'"),
     "a-fraction": (HEADER + "a,5,6.5\n", "row 2: GeneratedTokens must be a whole number, got '6.5'"),
     "an-empty-cell": (HEADER + "a,,6\n", "row 2: ContextTokens must be a whole number, got ''"),
-    "a-short-row": (HEADER + "a,5\n", "row 2: GeneratedTokens must be a whole number, got None"),
+    "a-short-row": (HEADER + "a,5\n", "row 2: GeneratedTokens must be a whole number, got nothing"),
     "not-text": (b"\xff\xfe\x00a", "not a CSV file"),
 }
 

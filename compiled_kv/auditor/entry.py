@@ -51,13 +51,21 @@ def examples(function: Callable[..., Any], batch_sizes: Sequence[int] = ()) -> l
     """What `function` returns, once for each batch size if it takes one.
 
     Raises:
-        EntryError: it returns something else than (step, arguments), or takes no batch size though some are given.
+        EntryError: it raises, returns something else than (step, arguments), or takes no batch size where some are
+            given.
     """
     if not batch_sizes:
-        return [_checked(function())]
+        return [_checked(_made(function))]
     if not inspect.signature(function).parameters:
         raise EntryError(f"--batch-sizes needs a {function.__name__}(batch_size) to call with each of them")
-    return [_checked(function(size)) for size in batch_sizes]
+    return [_checked(_made(function, size)) for size in batch_sizes]
+
+
+def _made(function: Callable[..., Any], *size: int) -> Any:
+    try:
+        return function(*size)
+    except Exception as error:
+        raise EntryError(f"{function.__name__} raised {type(error).__name__}: {error}") from error
 
 
 def _checked(made: Any) -> Example:
