@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+INT32_MAX = 2**31 - 1
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -49,7 +51,9 @@ class KVLayout:
                 raise TypeError(f"{name} must be an int, got {type(value).__name__}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.max_seqlen_k > 2**31 - 1:
+            if value > INT32_MAX:
+                raise ValueError(f"{name} must fit in int32, got {value}")
+        if self.max_seqlen_k > INT32_MAX:
             raise ValueError(f"max_context_len + max_draft_tokens must fit in int32, got {self.max_seqlen_k}")
 
     @property

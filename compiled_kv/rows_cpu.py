@@ -90,7 +90,7 @@ def swa_page_of(
     if page_map is not None:
         return page_of(gather(page_map, pages, mask), 1)
     assert token_map is not None
-    return page_of(gather(token_map, slots, mask), page_size)
+    return page_of(gather(token_map, slots, mask & (pages >= 0)), page_size)
 
 
 def swa_slot_of(slots: Tensor, token_map: Tensor | None, page_map: Tensor | None, page_size: int) -> Tensor:

@@ -70,7 +70,8 @@ def swa_page_of(slot, page, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.c
     if PAGE_MAP:
         return page_of(through_map(page, map_ptr, map_stride, map_size, mask), 1)
     else:
-        return page_of(through_map(slot, map_ptr, map_stride, map_size, mask), PAGE_SIZE)
+        # A map may reach slots whose page does not fit: there `page` is -1, and so is what comes of it.
+        return page_of(through_map(slot, map_ptr, map_stride, map_size, mask), PAGE_SIZE) | (page >> 31)
 
 
 @device_function

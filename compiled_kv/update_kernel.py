@@ -119,7 +119,7 @@ def update_metadata_kernel(
             if slot_mapping_ptr is not None:
                 beyond = queries
                 if q_lens_ptr is None:
-                    queries += active * q_len
+                    queries += (tl.zeros([], tl.int64) + active) * q_len
                     beyond += (tl.zeros([], tl.int64) + batch_size) * q_len
                 if slots_ptr is not None:
                     bits |= tl.where(queries > num_slots, TOO_MANY_TOKENS, 0)

@@ -29,7 +29,7 @@ from compiled_kv.checks import (
 from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
-from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, first_column, load_at, report
+from compiled_kv.rows_triton import clamped_length, clamped_queries, clear_row, fill_row, first_column, load_at, report
 from compiled_kv.status import DEBUG, Status
 
 Pair = tuple[Tensor, Tensor]
@@ -50,7 +50,7 @@ def _swa_page_table_kernel(
     length = clamped_length(load_at(cache_seqlens_ptr, row, len_stride, True, 0), 0, cap)
     queries = tl.zeros([], tl.int64) + q_len
     if q_lens_ptr is not None:
-        queries = tl.maximum(load_at(q_lens_ptr, row, q_stride, True, 0), 0)
+        queries = clamped_queries(load_at(q_lens_ptr, row, q_stride, True, 0))
     is_live = (pool_row >= 0) & (pool_row < pool_rows)
     length = tl.where(is_live, length, 0)
     live = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)

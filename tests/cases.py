@@ -140,6 +140,10 @@ CASES: dict[str, Batch] = {
     "window-edges-of-queries": batch(window=5, seq_lens=[12, 13, 14], delta=0, q_len=3, q_lens=[2, 3, 4]),
     "window-of-one": batch(window=1, seq_lens=[4, 5, 28], delta=0, q_len=1, q_lens=[1, 0, 9]),
     "window-beyond-the-context": batch(window=1000),
+    "window-and-queries-at-the-end-of-64-bits": batch(
+        page_size=6, window=5, seq_lens=[0, 1, 2], q_lens=[2**63 - 1] * 3, delta=0
+    ),
+    "window-of-int32": batch(window=INT32_MAX, seq_lens=[1, 2, 0], q_lens=[HUGE, 4, 5]),
     "no-window": batch(window=None),
     "unmapped-swa": batch(
         window=None,

@@ -115,6 +115,34 @@ def test_small_sizes_compiled(operator: str, device: str) -> None:
 
 
 @devices
+def test_queries_of_a_batch_beyond_32_bits_are_too_many(device: str) -> None:
+    """Four rows of 2^30 queries are 2^32, which 32 bits would take for none."""
+    pool, rows = torch.arange(8, device=device).expand(4, 8), torch.arange(4, device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    found = ckv.decode_metadata(
+        pool, rows, rows, layout=ckv.KVLayout(4, 8), q_len=2**30, slots=torch.tensor([5, 6], device=device),
+        status=status,
+    )  # fmt: skip
+    assert found.slot_mapping is not None and found.slot_mapping.tolist() == [5, 6]
+    assert int(status) == ckv.Status.SUM_OVERFLOW | ckv.Status.TOO_MANY_TOKENS
+
+
+@devices
+def test_a_slot_whose_page_does_not_fit_is_not_translated(device: str) -> None:
+    """A map of 2^33 slots, one repeated by a stride of 0, knows the slot; as a page of one token it is none."""
+    pool = torch.tensor([[7, 2**31, 2**31 - 1]], device=device)
+    token_map, rows = torch.tensor([5], device=device).expand(2**33), torch.tensor([0], device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    layout, lengths = ckv.KVLayout(page_size=1, max_context_len=3), torch.tensor([3], device=device)
+    found = ckv.decode_metadata(pool, rows, lengths, layout=layout, full_to_swa=token_map, status=status)
+    tables = ckv.swa_page_table(pool, rows, lengths, token_map, layout=layout)
+    for table, swa_table in ((found.page_table, found.swa_page_table), tables):
+        assert swa_table is not None
+        assert (table.tolist(), swa_table.tolist()) == ([[7, -1, 2**31 - 1]], [[5, -1, 5]])
+    assert int(status) == ckv.Status.BAD_SLOT
+
+
+@devices
 def test_keys_whose_lengths_overflow_saturate(device: str) -> None:
     """Two rows of 2^31 - 1 tokens over a pool of one slot, repeated by a stride of 0."""
     cap = 2**31 - 1
