@@ -112,13 +112,15 @@ def decode_metadata(
     )
     settings = (layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, pad_seqlen, layout.window)
     has_swa, has_slots = full_to_swa is not None or page_map is not None, tokens is not None
+    outputs = {} if status is None else {"status": status}
     if out is None:
+        check_distinct(outputs, dict(zip(INPUTS, inputs)))
         made = torch.ops.compiled_kv.decode_metadata(*inputs, *settings, layout.max_num_pages, tokens)
         absent = (not has_swa, not has_slots, not (has_swa and has_slots))
         return DecodeMetadata(*made[:4], *(None if gone else t for t, gone in zip(made[4:], absent)))
     _check_out(sizes, out, layout, has_swa, tokens)
-    outputs = {name: t for name, t in zip(DecodeMetadata._fields, out) if t is not None}
-    check_distinct(outputs if status is None else {**outputs, "status": status}, dict(zip(INPUTS, inputs)))
+    outputs |= {name: t for name, t in zip(DecodeMetadata._fields, out) if t is not None}
+    check_distinct(outputs, dict(zip(INPUTS, inputs)))
     torch.ops.compiled_kv.decode_metadata_out(*inputs, *out, *settings, tail == "clear")
     return out
 

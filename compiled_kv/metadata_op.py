@@ -63,6 +63,10 @@ class DecodeMetadata(NamedTuple):
     """int64 [T], the same in the sliding-window pool."""
 
 
+def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def _stride(tensor: Tensor | None, dim: int = 0) -> int:
     return 0 if tensor is None else tensor.stride(dim)
 
@@ -170,6 +174,7 @@ def _decode_metadata(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     given = Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status)
     settings = Settings(page_size, cap, delta, q_len, pad_seqlen, window)
+    check_distinct_fake(_present(status=status), given._asdict())
     if runs_kernel(req_to_token):
         out = _new_outputs(given, width, num_tokens)
         _launch(out, given, settings, clear=True)
@@ -211,7 +216,7 @@ def _decode_metadata_out(
     out = DecodeMetadata(
         cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, slot_mapping, swa_slot_mapping
     )
-    check_distinct_fake({name: t for name, t in out._asdict().items() if t is not None}, given._asdict())
+    check_distinct_fake(_present(**out._asdict(), status=status), given._asdict())
     if runs_kernel(req_to_token):
         _launch(out, given, settings, clear)
         return

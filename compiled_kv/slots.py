@@ -18,6 +18,7 @@ from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
+from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.rows_triton import active_rows, load_at, page_of
 
 
@@ -115,7 +116,14 @@ def _slot_mapping_out(
     out: Tensor,
     page_size: int | None,
 ) -> None:  # fmt: skip
-    check_distinct_fake({"out": out}, {"pool": pool, "req_pool_indices": req_pool_indices, "positions": positions})
+    inputs = {
+        "pool": pool,
+        "req_pool_indices": req_pool_indices,
+        "positions": positions,
+        "cu_seqlens_q": cu_seqlens_q,
+        "num_reqs": num_reqs,
+    }
+    check_distinct_fake({"out": out}, inputs)
     if runs_kernel(positions):
         _launch(out, pool, req_pool_indices, positions, cu_seqlens_q, num_reqs, page_size)
     else:
@@ -162,7 +170,7 @@ def slot_mapping(
         "R",
         "C" if block_table is None else "W",
     )
-    check_int("page_size", 1 if page_size is None else page_size, 1)
+    check_int("page_size", 1 if page_size is None else page_size, 1, UNBOUNDED)
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
     sizes.check("positions", positions, INTS, "B" if cu_seqlens_q is None else "T")
     if cu_seqlens_q is not None:

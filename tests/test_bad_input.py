@@ -188,6 +188,8 @@ LAYOUTS = {
     "page-size-float": ({"page_size": 4.0, "max_context_len": 8}, TypeError, "page_size must be an int, got float"),
     "window-zero": ({"page_size": 4, "max_context_len": 8, "window": 0}, ValueError, "window must be at least 1, got 0"),
     "context-negative": ({"page_size": 4, "max_context_len": -1}, ValueError, "max_context_len must be at least 0, got -1"),
+    "window-beyond-int32": ({"page_size": 4, "max_context_len": 8, "window": 2**31}, ValueError, "window must fit in int32, got 2147483648"),
+    "page-size-beyond-int32": ({"page_size": 2**63, "max_context_len": 8}, ValueError, "page_size must fit in int32, got 9223372036854775808"),
     "context-beyond-int32": ({"page_size": 4, "max_context_len": 2**31}, ValueError, "must fit in int32, got 2147483648"),
 }  # fmt: skip
 

@@ -403,6 +403,30 @@ def test_an_output_that_is_an_input_is_refused(operator: str, output: str, given
     assert fields[output].tolist() == [1, 2, 3]
 
 
+@modes
+@pytest.mark.parametrize("in_place", [False, True], ids=["functional", "out"])
+def test_status_inside_an_input_is_refused(in_place: bool, mode: str) -> None:
+    lengths = int32(9, 9, 9)
+    call = {**call_of("decode_metadata"), "seq_lens": lengths, "status": lengths[:1]}
+    if in_place:
+        call["out"] = DecodeMetadata(**fields_of("decode_metadata"))
+    with pytest.raises(Exception, match="status must not overlap seq_lens"):
+        in_mode(ckv.decode_metadata, mode)(**call)
+    assert lengths.tolist() == [9, 9, 9]
+
+
+@modes
+@pytest.mark.parametrize("given", ["cu_seqlens_q", "num_reqs"])
+def test_a_slot_mapping_over_an_input_s_end_is_refused(given: str, mode: str) -> None:
+    whole = int64(0, 1, 2, 3, 4, 5)
+    call = {**call_of("slot_mapping"), "cu_seqlens_q": int64(0, 1, 2, 3), "num_reqs": int64(3)}
+    call[given] = whole[: len(call[given])]
+    tokens = len(call["positions"])
+    with pytest.raises(Exception, match=f"out must not overlap {given}"):
+        in_mode(ckv.slot_mapping, mode)(**call, out=whole[len(call[given]) - 1 :][:tokens])
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 EMPTY = {
     "no-rows": (batch(rows=[], seq_lens=[], q_lens=[], kv_start=[], cu_seqlens_q=[0]), [0], [0], []),
     "all-padding": (batch(num_reqs=0, pad_seqlen=0), [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0]),
