@@ -180,8 +180,11 @@ def compiler(settings: Mapping[str, Any]) -> Iterator[None]:
     """A compiler without memory of earlier traces, which forgets this one too."""
     from torch._dynamo import config as dynamo_config
     from torch._functorch import config as functorch_config
+    from torch.fx.experimental import _config as shape_config
 
-    with dynamo_config.patch(dict(settings)), functorch_config.patch(enable_autograd_cache=False):
+    # Equal sizes share a letter, whatever the process has set for its own compilations.
+    shapes = shape_config.patch(use_duck_shape=True)  # type: ignore[attr-defined]
+    with shapes, dynamo_config.patch(dict(settings)), functorch_config.patch(enable_autograd_cache=False):
         torch._dynamo.reset()
         try:
             yield
