@@ -175,26 +175,36 @@ class DecodeBuffers(nn.Module):
         """The whole persistent outputs."""
         return DecodeMetadata(*(getattr(self, name) for name in DecodeMetadata._fields))
 
-    def metadata(self, batch_size: int, seq_len_delta: int | None = None) -> DecodeMetadata:
+    def metadata(
+        self, batch_size: int, seq_len_delta: int | None = None, *, q_len: int | Tensor | None = None,
+        seq_lens: Tensor | None = None,
+    ) -> DecodeMetadata:  # fmt: skip
         """The metadata of the first `batch_size` rows, brought up to date in place; for use inside the step.
+
+        A step that computes in several stages (draft steps, verify, draft-extend) calls it once a stage: the tables
+        are shared, and each call holds until the next.
 
         Args:
             batch_size: B, a bucket: live rows are counted on the device.
-            seq_len_delta: in place of the buffers' own, for the several draft steps of one graph.
+            seq_len_delta: in place of the buffers' own.
+            q_len: in place of the buffers' own, an int or int [B]: none above it.
+            seq_lens: int [B] in place of those loaded, for what the device alone knows: how many drafts were right.
 
         Returns:
-            DecodeMetadata, views of the buffers: B rows, B * Q tokens.
+            DecodeMetadata, views of the buffers: B rows, B * Q tokens, Q the int `q_len` or the buffers' own.
         """
-        tokens = batch_size * self.q_len
-        delta = self.seq_len_delta if seq_len_delta is None else seq_len_delta
-        q_lens, slots = self.q_lens, self.slots
+        own = self.q_len if self.q_lens is None else self.q_lens[:batch_size]
+        queries = own if q_len is None else q_len
+        tokens = batch_size * (queries if isinstance(queries, int) else self.q_len)
         return update_metadata(
-            self.req_to_token, self.req_pool_indices[:batch_size], self.seq_lens[:batch_size],
-            self.generations[:batch_size], layout=self.layout, held=self.held, out=self.out(), seq_len_delta=delta,
-            q_len=self.q_len if q_lens is None else q_lens[:batch_size],
-            slots=None if slots is None else slots[:tokens],
-            num_tokens=tokens if self.ragged or self.given_slots else None, full_to_swa=self.full_to_swa,
-            page_map=self.page_map, num_reqs=self.num_reqs, pad_seqlen=self.pad_seqlen, status=self.status,
+            self.req_to_token, self.req_pool_indices[:batch_size],
+            self.seq_lens[:batch_size] if seq_lens is None else seq_lens, self.generations[:batch_size],
+            layout=self.layout, held=self.held, out=self.out(), q_len=queries,
+            seq_len_delta=self.seq_len_delta if seq_len_delta is None else seq_len_delta,
+            slots=None if self.slots is None else self.slots[:tokens],
+            num_tokens=None if isinstance(queries, int) and not self.given_slots else tokens,
+            full_to_swa=self.full_to_swa, page_map=self.page_map, num_reqs=self.num_reqs, pad_seqlen=self.pad_seqlen,
+            status=self.status,
         )  # fmt: skip
 
     def reset(self) -> None:

@@ -211,6 +211,25 @@ def test_draft_steps_share_a_set() -> None:
         assert buffers.page_table[:2].tolist() == wanted.tolist()
 
 
+@devices
+def test_stages_of_a_step_share_a_set(device: str) -> None:
+    """Draft steps, verify, and draft-extend with counts that the device alone knows, each as if it were alone."""
+    buffers = make("verify", device)
+    buffers.load(BATCH)
+    counts = torch.tensor([3, 1, 7], device=device)  # 7: of a padding row, which nobody reads
+    accepted: dict[str, Any] = {"seq_len_delta": 0, "q_len": counts, "seq_lens": buffers.seq_lens[:3] + counts}
+    drafts = [{"seq_len_delta": k, "q_len": 1} for k in (1, 2, 3, 4)]
+    stages = [(given, given, [9, 5, 0]) for given in drafts] + [({}, {"seq_len_delta": 4, "q_len": 4}, [9, 5, 0])]
+    stages.append((accepted, {"q_len": torch.tensor([3, 1, 0]), "num_tokens": 12}, [12, 6, 0]))
+    for given, wanted, lengths in stages * 2:
+        oracle_of, _ = reference.decode_metadata(
+            POOL, torch.tensor([3, 1, 0]), torch.tensor(lengths), layout=LAYOUT, num_reqs=torch.tensor(2),
+            full_to_swa=MAP, **wanted,
+        )  # fmt: skip
+        for name, found, value in zip(oracle_of._fields, buffers.metadata(3, **given), oracle_of, strict=True):
+            assert found.tolist() == value.tolist(), (name, given)
+
+
 def test_ring_clears_what_the_line_held_before() -> None:
     target = torch.full((6,), 77)
     ring = Ring(target, [2, 3])

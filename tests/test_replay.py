@@ -169,6 +169,7 @@ def test_a_batch_is_padded_to_its_bucket(device: str) -> None:
     assert step(three).cache_seqlens.tolist() == [9, 5, 2, 0]
     assert step(DecodeBatch([], [], [])).cache_seqlens.tolist() == [0, 0]
     assert step.replay(0).cache_seqlens.tolist() == [0, 0]
+    assert (step.served, step.captured) == (4, 2 if device == "cuda" else 0)
 
 
 @devices
@@ -243,6 +244,11 @@ def test_padding_rows_read_nothing_of_the_request_left_in_them(device: str) -> N
     meta = step(DecodeBatch([5, 3], [10, 21], [0, 0]))
     assert meta.page_table[2:].tolist() == [[0] * meta.page_table.shape[1]] * 2
     assert meta.slot_mapping[2:].tolist() == [-1, -1] and meta.cache_seqlens[2:].tolist() == [0, 0]
+
+
+def test_a_stage_of_its_own_is_refused_in_a_checked_step() -> None:
+    with pytest.raises(ValueError, match="q_len must be the buffers' own in a checked step, got 2"):
+        check_replay(lambda buffers, size: buffers.metadata(size, q_len=2), backend=None)
 
 
 def test_powers_of_two_end_with_the_largest() -> None:

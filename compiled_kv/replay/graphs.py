@@ -40,6 +40,9 @@ class DecodeGraphs:
         null_pages: views of the null pages of K/V pools, put back as they were after warm-up and capture.
         backend: what compiles an eager step on the CPU; None leaves it eager. On CUDA a step is captured as it is.
 
+    Attributes:
+        served: batches run so far; on CUDA each was one replay.
+
     Raises:
         ValueError: no bucket, or one that is larger than the buffers.
         RuntimeError: under capture the step met an operator for the first time; the text names it.
@@ -58,7 +61,7 @@ class DecodeGraphs:
         self.buffers, self.args, self.kwargs = buffers, tuple(args), dict(kwargs or {})
         self.on_cuda = buffers.inputs.device.type == "cuda"
         self.step = decode_step if self.on_cuda or backend is None else compiled(decode_step, backend)
-        largest = self.batch_sizes[-1]
+        self.served, largest = 0, self.batch_sizes[-1]
         self._bucket = [next(size for size in self.batch_sizes if size >= n) for n in range(largest + 1)]
         self._graphs: dict[int, Any] = {}
         self._outputs: dict[int, Any] = {}
@@ -93,8 +96,14 @@ class DecodeGraphs:
         self._check(args, kwargs)
         return self._run(size)
 
+    @property
+    def captured(self) -> int:
+        """CUDA graphs captured: one a bucket; none on the CPU."""
+        return len(self._graphs)
+
     def _run(self, size: int) -> Any:
         bucket = self._bucket[size]
+        self.served += 1
         if self.on_cuda:
             self._graphs[bucket].replay()
             return self._outputs[bucket]

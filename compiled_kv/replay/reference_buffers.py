@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,10 +38,12 @@ class ReferenceBuffers:
         """Everything, whatever the bucket."""
         return self._out
 
-    def metadata(self, batch_size: int, seq_len_delta: int | None = None) -> DecodeMetadata:
+    def metadata(self, batch_size: int, seq_len_delta: int | None = None, **stage: Any) -> DecodeMetadata:
         """What `DecodeBuffers.metadata` must return."""
+        changed = {name: value for name, value in stage.items() if value is not None}
         if seq_len_delta not in (None, self.seq_len_delta):
-            raise ValueError(
-                f"seq_len_delta must be the buffers' own in a checked step, {self.seq_len_delta}, got {seq_len_delta}"
-            )
+            changed["seq_len_delta"] = seq_len_delta
+        if changed:
+            name, value = next(iter(changed.items()))
+            raise ValueError(f"{name} must be the buffers' own in a checked step, got {value}")
         return first_rows(self._out, batch_size, batch_size * self.q_len)
