@@ -17,15 +17,18 @@ from compiled_kv.windows import swa_page_table
 
 if TYPE_CHECKING:
     from compiled_kv.auditor import audit
+    from compiled_kv.batches import DecodeBatch
     from compiled_kv.buffers import DecodeBuffers
     from compiled_kv.goldens import assert_graph
     from compiled_kv.replay.check import check_replay
     from compiled_kv.replay.graphs import DecodeGraphs
     from compiled_kv.tracing.fakes import host
     from compiled_kv.tracing.graphs import capture
+    from compiled_kv.updates import new_held, update_metadata
 
 # Tools around a decode step; they import dynamo, which a serving process may do without until it needs them.
 _TOOLS = {
+    "DecodeBatch": "batches",
     "DecodeBuffers": "buffers",
     "DecodeGraphs": "replay.graphs",
     "assert_graph": "goldens",
@@ -33,9 +36,12 @@ _TOOLS = {
     "capture": "tracing.graphs",
     "check_replay": "replay.check",
     "host": "tracing.fakes",
+    "new_held": "updates",
+    "update_metadata": "updates",
 }
 
 __all__ = [
+    "DecodeBatch",
     "DecodeBuffers",
     "DecodeGraphs",
     "DecodeMetadata",
@@ -49,11 +55,13 @@ __all__ = [
     "flashmla_kv_indices",
     "flashmla_schedule",
     "host",
+    "new_held",
     "page_table",
     "seqlens",
     "slot_mapping",
     "swa_page_table",
     "translate_slots",
+    "update_metadata",
 ]
 __version__ = "0.1.0"
 

@@ -6,6 +6,9 @@ def test_step_compiles_whole(audit):
 
 def test_graph_is_as_accepted(assert_graph):
     assert_graph(decode_step, ids, cache, golden="step.txt")     beside the test; EXPECTTEST_ACCEPT=1 writes it
+
+def test_step_stays_right_when_captured(check_replay):
+    check_replay(decode_step, serving=serving("verify", window=64), steps=500)
 """
 
 from __future__ import annotations
@@ -37,5 +40,22 @@ def assert_graph(request: pytest.FixtureRequest) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         graphs = capture(step, *args, target=target, dynamic=dynamic, **kwargs)
         assert_graph(graphs, Path(request.path).parent / golden, detail=detail)
+
+    return check
+
+
+@pytest.fixture
+def check_replay() -> Callable[..., list[Any]]:
+    """`compiled_kv.check_replay` over the scenarios given, or over the acceptance story and a seeded random walk."""
+    from compiled_kv.replay.check import check_replay
+    from compiled_kv.replay.scenarios import serving as defaults
+    from compiled_kv.replay.scenarios import story, walk
+
+    def check(
+        step: Callable[..., Any], *scenarios: Any, serving: Any = None, steps: int = 100, seed: int = 0, **given: Any
+    ) -> list[Any]:
+        """A report each; `serving`, `steps` and `seed` are for the built-in ones, `given` is for every check."""
+        served = serving or defaults()
+        return [check_replay(step, each, **given) for each in scenarios or (story(served), walk(served, steps, seed))]
 
     return check

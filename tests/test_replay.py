@@ -22,6 +22,7 @@ from tests.cases import DEVICES, needs_cuda
 from tests.conftest import INTERPRETED
 from tests.planted_faults import FAULTS
 
+pytest_plugins = ["pytester"]
 devices = pytest.mark.parametrize("device", DEVICES)
 traces = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
 gpu = [pytest.mark.gpu, needs_cuda]
@@ -298,6 +299,41 @@ def test_command(
     ran = testing.CliRunner().invoke(command, [*arguments, "--eager"])
     assert ran.exit_code == status, ran.output
     assert shown in ran.output
+
+
+STEP = """
+import torch
+
+def decode_step(buffers, batch_size):
+    meta = buffers.metadata(batch_size)
+    {line}
+    return keys
+"""
+TEST = """
+from compiled_kv.replay.scenarios import serving
+from step import decode_step
+
+def test_step_stays_right_when_captured(check_replay):
+    story, walk = check_replay(decode_step, serving=serving("verify", window=64), steps=30, backend=None, attempts=40)
+    assert (story.steps, walk.steps) == (8, 30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("keys = meta.cache_seqlens * 2", None),
+        ("keys = meta.cache_seqlens[: int(meta.cu_seqlens_q[-1]) + 1]", "host read before the first step*step.py:5"),
+        ("meta.page_table[:, -1] = 7; keys = meta.slot_mapping", "stale tail in step 1 of story*holds 7, expected 0*"),
+    ],
+    ids=["right", "reading", "overwriting"],
+)
+def test_fixture_in_a_project_of_its_own(pytester: pytest.Pytester, line: str, fault: str | None) -> None:
+    pytester.makepyfile(step=STEP.format(line=line), test_step=TEST)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=int(fault is None), failed=int(fault is not None))
+    if fault is not None:
+        result.stdout.fnmatch_lines([f"*ReplayFault: {fault}"])
 
 
 @pytest.mark.gpu
