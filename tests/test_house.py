@@ -22,7 +22,7 @@ TOOLS = {"auditor", "codegen", "goldens", "tracing"}
 # Replay drives the persistent buffers, whatever step reads them.
 REPLAY = {"replay"}
 OUTER = {"request_traces", "__init__", "__main__", "bench", "cli", "demo", "integrations", "models", "pytest_plugin"}
-ORACLES = {"reference"}
+ORACLES = {"reference", "reference_peers"}
 COMMANDS = {"auditor.command", "auditor.terminal", "replay.command"}
 EXTRAS = {"transformers", "rich", "click", "matplotlib", "pytest"}
 

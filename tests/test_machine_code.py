@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1":
 INPUTS = {  # int32 or int64
     "req_to_token_ptr", "pool_ptr", "req_pool_indices_ptr", "seq_lens_ptr", "kv_lens_ptr", "kv_start_ptr",
     "q_lens_ptr", "positions_ptr", "cu_seqlens_q_ptr", "num_reqs_ptr", "slots_ptr", "map_ptr",
-    "generations_ptr",
+    "generations_ptr", "page_map_ptr",
 }  # fmt: skip
 OUTPUTS = {
     "page_table_ptr": "*i32",
@@ -42,6 +42,7 @@ INTS = {
     "start_stride", "position_stride", "cu_stride", "slots_stride", "map_stride", "map_size", "page_row_stride",
     "swa_row_stride", "batch_size", "num_slots", "num_tokens", "width", "delta", "q_len", "cap", "pad_seqlen", "window",
     "num_sm_parts", "overhead", "most", "generation_stride",
+    "page_map_stride", "page_map_size", "page_stride", "swa_stride",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -71,9 +72,13 @@ OPTIONAL = [
     {"map_ptr", "swa_page_table_ptr", "swa_slot_mapping_ptr"},
     {"slot_mapping_ptr", "swa_slot_mapping_ptr", "slots_ptr"},
 ]
-# Names that one kernel uses in its own way.
+# Names that one kernel uses in its own way: as an input, never None, or None where others need it.
 READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
 NEEDED_BY = {"_translate_slots_kernel": {"slots_ptr"}}
+OPTIONAL_BY = {
+    "write_metadata_kernel": [{"cache_seqlens_ptr", "cu_k_ptr"}, {"cu_q_ptr"}, {"page_map_ptr"},
+                              {"page_table_ptr", "swa_page_table_ptr"}],
+}  # fmt: skip
 KNOWN = INPUTS | set(OUTPUTS) | INTS | set(CONSTANTS)
 
 
@@ -101,7 +106,7 @@ def cases_of(kernel: Any) -> Iterator[tuple[str, Case]]:
     yield "int32", specialise(kernel, "i32")
     yield "int64", specialise(kernel, "i64")
     optional = set(kernel.arg_names) - NEEDED_BY.get(kernel.__name__, set())
-    groups = [group for group in OPTIONAL if group <= optional]
+    groups = [group for group in OPTIONAL if group <= optional] + OPTIONAL_BY.get(kernel.__name__, [])
     for group in groups:
         yield f"without-{min(group).removesuffix('_ptr')}", specialise(kernel, "i32", group)
     if len(groups) > 1:

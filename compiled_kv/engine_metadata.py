@@ -1,0 +1,238 @@
+"""The metadata of a captured step in the form of engines that own its static buffers; one launch.
+
+    page_size 4, page_table as it stood [[9, 9, 9, 9]], req_to_token = [[8, .., 11, 4, 5, ..]], seq_lens = [6]
+    page_table            -> [[2, 1, 9, 9]]       columns past the live ones keep what they held
+    page_map [0, 5, -1]   -> [[0, 5, 9, 9]]       virtual to physical; an unbound page is the null page
+    slots [4, -1], full_to_swa [.., 4: 12], room for four -> [12, -1, 0, 0]      zero behind the given ones
+
+`decode_metadata` is the form to prefer: functional, with padding rows and status bits. This one writes in place only,
+leaves out what has no buffer, and translates every given slot, those of padded requests too. SGLang publishes this
+fusion for its trtllm_mha and trtllm_mla back ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from compiled_kv import rows_cpu as cpu
+from compiled_kv.checks import (
+    INT32,
+    INT64,
+    INTS,
+    Sizes,
+    check_distinct,
+    check_distinct_fake,
+    check_int,
+    check_pool,
+    check_strided_table,
+    check_tail,
+)
+from compiled_kv.engine_kernel import write_metadata_kernel
+from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel
+from compiled_kv.layout import KVLayout
+from compiled_kv.lengths import UNBOUNDED, check_queries
+
+FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "swa_page_table", "swa_slot_mapping")
+
+
+class EngineMetadata(NamedTuple):
+    """Buffers that one call fills; None for what the step does not read. B rows, P columns, T tokens."""
+
+    cache_seqlens: Tensor | None = None
+    """int32 [B], tokens attention reads of each row."""
+    cu_seqlens_q: Tensor | None = None
+    """int32 [B + 1], prefix sums of queries."""
+    cu_seqlens_k: Tensor | None = None
+    """int32 [B + 1], prefix sums of the lengths."""
+    page_table: Tensor | None = None
+    """int32 [B, P], page ids; any strides, as long as no two entries share memory."""
+    swa_page_table: Tensor | None = None
+    """int32 [B, P], the same in the sliding-window pool."""
+    swa_slot_mapping: Tensor | None = None
+    """int64 [T], the given slots in the sliding-window pool, 0 behind them."""
+
+
+class _Inputs(NamedTuple):
+    req_to_token: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    q_len: Tensor | None
+    slots: Tensor | None
+    full_to_swa: Tensor | None
+    page_map: Tensor | None
+    swa_page_map: Tensor | None
+
+
+class _Settings(NamedTuple):
+    page_size: int
+    cap: int
+    delta: int
+    q_len: int
+    clear: bool
+
+
+def _stride(tensor: Tensor | None, dim: int = 0) -> int:
+    return 0 if tensor is None else tensor.stride(dim)
+
+
+def _size(tensor: Tensor | None, dim: int = 0) -> int:
+    return 0 if tensor is None else tensor.shape[dim]
+
+
+def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
+    pool, batch_size, width = given.req_to_token, given.seq_lens.shape[0], _size(out.page_table, 1)
+    swa_map = given.swa_page_map if given.full_to_swa is None else given.full_to_swa
+    launch(
+        write_metadata_kernel, (batch_size + 1, programs_a_row(batch_size, width)),
+        req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
+        q_lens_ptr=given.q_len, slots_ptr=given.slots, map_ptr=swa_map, page_map_ptr=given.page_map,
+        cache_seqlens_ptr=out.cache_seqlens, cu_q_ptr=out.cu_seqlens_q, cu_k_ptr=out.cu_seqlens_k,
+        page_table_ptr=out.page_table, swa_page_table_ptr=out.swa_page_table, swa_slot_mapping_ptr=out.swa_slot_mapping,
+        pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
+        index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
+        q_stride=_stride(given.q_len), slots_stride=_stride(given.slots), num_slots=_size(given.slots),
+        map_stride=_stride(swa_map), map_size=_size(swa_map), page_map_stride=_stride(given.page_map),
+        page_map_size=_size(given.page_map), page_row_stride=_stride(out.page_table),
+        page_stride=_stride(out.page_table, 1), swa_row_stride=_stride(out.swa_page_table),
+        swa_stride=_stride(out.swa_page_table, 1), batch_size=batch_size, width=width,
+        num_tokens=_size(out.swa_slot_mapping), delta=settings.delta, q_len=settings.q_len, cap=settings.cap,
+        PAGE_SIZE=settings.page_size, PAGE_MAP=given.full_to_swa is None, CLEAR=settings.clear,
+        BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
+    )  # fmt: skip
+
+
+def _physical(pages: Tensor, page_map: Tensor, mask: Tensor) -> Tensor:
+    return cpu.page_of(cpu.gather(page_map, pages.clamp(min=0), mask), 1).clamp(min=0)
+
+
+def _run_on_cpu(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
+    rows = given.req_pool_indices.long()
+    live = (rows >= 0) & (rows < given.req_to_token.shape[0])
+    lengths = cpu.clamped_length(given.seq_lens, settings.delta, settings.cap).where(live, 0)
+    if out.cache_seqlens is not None:
+        out.cache_seqlens.copy_(lengths)
+    if out.cu_seqlens_k is not None:
+        out.cu_seqlens_k.copy_(cpu.prefix_sums(lengths.cumsum(0)))
+    if out.cu_seqlens_q is not None:
+        queries = cpu.queries_of_rows(given.q_len, settings.q_len, torch.ones_like(live))
+        out.cu_seqlens_q.copy_(cpu.prefix_sums(queries.cumsum(0)))
+    if out.page_table is not None:
+        _fill_tables(out.page_table, out.swa_page_table, given, settings, rows, live, lengths)
+    if out.swa_slot_mapping is not None:
+        tokens = cpu.iota(out.swa_slot_mapping.shape[0], rows)
+        slots = torch.full_like(tokens, -1)
+        if given.slots is not None:
+            slots = cpu.gather(given.slots, tokens, tokens >= 0)
+        found = cpu.swa_slot_of(slots, given.full_to_swa, None, settings.page_size)
+        out.swa_slot_mapping.copy_(torch.where(tokens < _size(given.slots), found, 0))
+
+
+def _fill_tables(
+    table: Tensor, swa_table: Tensor | None, given: _Inputs, settings: _Settings,
+    rows: Tensor, live: Tensor, lengths: Tensor,
+) -> None:  # fmt: skip
+    page_size = settings.page_size
+    slots, pages, _, owned = cpu.pages_of_rows(given.req_to_token, rows, lengths, live, table.shape[1], page_size)
+    shown = pages if given.page_map is None else _physical(pages, given.page_map, owned)
+    table.copy_(torch.where(owned, shown.int(), 0 if settings.clear else table))
+    if swa_table is not None:
+        if given.swa_page_map is not None:
+            found = _physical(pages, given.swa_page_map, owned)
+        else:
+            found = cpu.swa_page_of(slots, pages, given.full_to_swa, None, owned, page_size)
+        swa_table.copy_(torch.where(owned, found.int(), 0 if settings.clear else swa_table))
+
+
+@triton_op("compiled_kv::write_metadata", mutates_args=FIELDS)
+def _write_metadata(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
+    full_to_swa: Tensor | None, page_map: Tensor | None, swa_page_map: Tensor | None,
+    cache_seqlens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    page_table: Tensor | None, swa_page_table: Tensor | None, swa_slot_mapping: Tensor | None,
+    page_size: int, cap: int, delta: int, q_len: int, clear: bool,
+) -> None:  # fmt: skip
+    given = _Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
+    out = EngineMetadata(cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_slot_mapping)
+    check_distinct_fake(_present(out), given._asdict())
+    run = _launch if runs_kernel(req_to_token) else _run_on_cpu
+    run(out, given, _Settings(page_size, cap, delta, q_len, clear))
+
+
+def _present(out: EngineMetadata) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in out._asdict().items() if tensor is not None}
+
+
+def write_metadata(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, out: EngineMetadata, *, layout: KVLayout,
+    seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None, full_to_swa: Tensor | None = None,
+    page_map: Tensor | None = None, swa_page_map: Tensor | None = None, tail: str = "keep",
+) -> EngineMetadata:  # fmt: skip
+    """Fill an engine's static buffers for one step.
+
+    Args:
+        req_to_token: int [R, C], token slot of each position of each pool row; C >= layout.max_seqlen_k.
+        req_pool_indices: int [B], the pool row of each batch entry; one outside the pool has length 0.
+        seq_lens: int [B], committed tokens; with `seq_len_delta` clamped to [0, layout.max_seqlen_k].
+        out: the buffers. `swa_page_table` needs `page_table`.
+        layout: page size and bounds; its window plays no part, for every live column is translated.
+        seq_len_delta: tokens this step adds to seq_lens.
+        q_len: queries a row for `cu_seqlens_q`: an int, or an int tensor [B].
+        slots: int [n], the slots that the allocator gave: all of them are translated.
+        full_to_swa: int [N], slots to slots: for `swa_page_table` and `swa_slot_mapping`; no counterpart gives -1.
+        page_map: int [NP], virtual to physical pages for `page_table`; an unbound page gives the null page.
+        swa_page_map: int [NS], the same for `swa_page_table`, in place of full_to_swa.
+        tail: columns past a row's live ones are left alone ("keep") or zeroed ("clear").
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, shape, device, range, width or overlap is wrong; the text
+            names it.
+    """
+    sizes = Sizes()
+    check_pool(sizes, req_to_token, req_pool_indices, layout)
+    sizes.check("seq_lens", seq_lens, INTS, "B")
+    q_lens, fixed_q_len = check_queries(sizes, q_len)
+    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    for name, tensor, dim in (("slots", slots, "n"), ("full_to_swa", full_to_swa, "N"), ("page_map", page_map, "NP"),
+                              ("swa_page_map", swa_page_map, "NS")):  # fmt: skip
+        if tensor is not None:
+            sizes.check(name, tensor, INTS, dim)
+    check_tail(tail, out)
+    _check_out(sizes, out, layout)
+    _check_maps(out, full_to_swa, swa_page_map)
+    given = _Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
+    check_distinct(_present(out), given._asdict())
+    torch.ops.compiled_kv.write_metadata(
+        *given, *out, layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, tail == "clear"
+    )
+    return out
+
+
+def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout) -> None:
+    if not isinstance(out, EngineMetadata):
+        raise TypeError(f"out must be an EngineMetadata, got {type(out).__name__}")
+    sizes.named["B+1"] = sizes.named["B"] + 1
+    for name, dim in (("cache_seqlens", "B"), ("cu_seqlens_q", "B+1"), ("cu_seqlens_k", "B+1")):
+        if (tensor := getattr(out, name)) is not None:
+            sizes.check_output(f"out.{name}", tensor, INT32, dim)
+    for name in ("page_table", "swa_page_table"):
+        if (tensor := getattr(out, name)) is not None:
+            check_strided_table(sizes, f"out.{name}", tensor, layout)
+    if out.swa_slot_mapping is not None:
+        sizes.check_output("out.swa_slot_mapping", out.swa_slot_mapping, INT64, "T")
+
+
+def _check_maps(out: EngineMetadata, full_to_swa: Tensor | None, swa_page_map: Tensor | None) -> None:
+    if out.swa_page_table is not None and out.page_table is None:
+        raise ValueError("out.page_table must be given where out.swa_page_table is, got None")
+    if out.swa_page_table is not None and (full_to_swa is None) == (swa_page_map is None):
+        given = "neither" if full_to_swa is None else "both"
+        raise ValueError(f"exactly one of full_to_swa and swa_page_map goes with out.swa_page_table, got {given}")
+    if out.swa_slot_mapping is not None and full_to_swa is None:
+        raise ValueError("full_to_swa must be given where out.swa_slot_mapping is, got None")

@@ -1,0 +1,116 @@
+"""Drawn calls of the operators behind `compiled_kv.integrations`: good values, bad ones, every optional part.
+
+A call is drawn from a seed, so that the operator and the oracle are each given tensors of their own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_kv import reference_peers
+from compiled_kv.engine_metadata import EngineMetadata, write_metadata
+from compiled_kv.layout import KVLayout
+from tests.harness import POISON, _moved, around, poisoned
+
+EXTREMES = (-1, -7, 2**31 - 1, 2**31, 2**33 + 3, -(2**31), 2**63 - 1, -(2**63))
+
+
+class Draw(random.Random):
+    """A seeded source of sizes and tensors on one device."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        super().__init__(seed)
+        self.device = device
+
+    def ints(self, low: int, high: int, *shape: int, bad: float = 0.08) -> Tensor:
+        """int32 or int64 in [low, high), a few of them extreme, in plain or in wide strides."""
+        dtype = self.choice((torch.int32, torch.int64))
+        tensor = torch.tensor(
+            [self.choice(EXTREMES) if self.random() < bad else self.randrange(low, high) for _ in range(_prod(shape))]
+        )
+        limits = torch.iinfo(dtype)
+        tensor = tensor.long().clamp(limits.min, limits.max).to(dtype).reshape(shape)
+        if self.random() < 0.5:
+            return tensor.to(self.device)
+        whole = torch.full([2 * size + 3 for size in shape], POISON[dtype], dtype=dtype)
+        place = whole[tuple(slice(1, 1 + 2 * size, 2) for size in shape)]
+        return _moved(place.copy_(tensor), self.device)
+
+    def out(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return poisoned(shape, dtype, self.device)
+
+    def maybe(self, tensor: Any) -> Any:
+        return tensor if self.random() < 0.6 else None
+
+
+def _prod(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def draw_write_metadata(draw: Draw) -> dict[str, Any]:
+    batch, rows, page_size = draw.randrange(7), draw.randrange(1, 5), draw.choice((1, 3, 4))
+    layout = KVLayout(page_size, draw.randrange(20), draw.choice((0, 2)))
+    width = layout.max_num_pages + draw.choice((0, 2))
+    tokens = draw.randrange(9)
+    tables = [draw.out(torch.int32, batch, width) for _ in range(2)]
+    if draw.random() < 0.4:  # columns apart, or a transposed table
+        wide = draw.out(torch.int32, batch, 2 * width + 1)
+        tables = [wide[:, 1 : 1 + 2 * width : 2], draw.out(torch.int32, width, batch).t()]
+    by_pages = draw.random() < 0.5
+    has_table, swa_table = draw.random() < 0.8, draw.maybe(tables[1])
+    mapped = swa_table is not None and has_table and by_pages
+    token_map = None if mapped else draw.ints(0, 60, draw.choice((0, 50, 200)))
+    out = EngineMetadata(
+        draw.maybe(draw.out(torch.int32, batch)), draw.maybe(draw.out(torch.int32, batch + 1)),
+        draw.maybe(draw.out(torch.int32, batch + 1)), tables[0] if has_table else None,
+        swa_table if has_table else None, None if mapped else draw.maybe(draw.out(torch.int64, tokens)),
+    )  # fmt: skip
+    return {
+        "req_to_token": draw.ints(0, 80, rows, layout.max_seqlen_k + draw.choice((0, 3))),
+        "req_pool_indices": draw.ints(0, rows, batch),
+        "seq_lens": draw.ints(0, 22, batch),
+        "out": out,
+        "layout": layout,
+        "seq_len_delta": draw.choice((0, 1, 3)),
+        "q_len": draw.choice((0, 2, draw.ints(0, 4, batch))),
+        "slots": draw.maybe(draw.ints(0, 60, draw.randrange(9))),
+        "full_to_swa": token_map,
+        "page_map": draw.maybe(draw.ints(-1, 20, draw.choice((0, 15, 60)))),
+        "swa_page_map": draw.ints(-1, 20, draw.choice((0, 15, 60))) if mapped else None,
+        "tail": draw.choice(("keep", "clear")),
+    }
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[Draw], dict[str, Any]]]] = {
+    "write_metadata": (write_metadata, draw_write_metadata),
+}
+
+
+def outputs_of(result: Any, given: dict[str, Any]) -> list[Tensor]:
+    """Everything a call returned or may have written to."""
+    parts = [result] if isinstance(result, Tensor) else list(result or ())
+    into = given.get("out")
+    parts += [into] if isinstance(into, Tensor) else list(into or ())
+    return [part for part in parts if part is not None]
+
+
+def check_call(operator: str, seed: int, device: str, call: Callable[..., Any] | None = None) -> None:
+    """Call the operator (or `call`, a compiled one) and its oracle; demand the same bytes, around the outputs too."""
+    function, drawn = CALLS[operator]
+    given, wanted = drawn(Draw(seed, device)), drawn(Draw(seed, "cpu"))
+    found = outputs_of((call or function)(**given), given)
+    expected = outputs_of(getattr(reference_peers, operator)(**wanted), wanted)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.tolist() == b.tolist(), f"seed {seed}: {wanted}"
+        if "out" in given:
+            assert torch.equal(around(a), around(b)), f"seed {seed}: memory around an output was written"

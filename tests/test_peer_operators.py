@@ -1,0 +1,93 @@
+"""The operators behind the integrations equal their oracle exactly: eagerly, interpreted and compiled."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import DEVICES
+from tests.conftest import INTERPRETED
+from tests.peer_calls import CALLS, Draw, check_call
+from tests.test_opcheck import Recorder
+
+EAGER, KERNEL, COMPILED = 300, 60, 12
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
+devices = pytest.mark.parametrize("device", DEVICES)
+operators = pytest.mark.parametrize("operator", CALLS)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels take four columns, rows or tokens at a time: every loop goes round."""
+    if INTERPRETED:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("compiled_kv."):
+                for size in ("BLOCK", "SCAN", "TOKENS", "PROGRAMS"):
+                    if isinstance(getattr(module, size, None), int):
+                        monkeypatch.setattr(module, size, 4)
+
+
+@devices
+@operators
+def test_any_call(operator: str, device: str) -> None:
+    for seed in range(KERNEL if INTERPRETED else EAGER):
+        check_call(operator, seed, device)
+
+
+@compiles
+@devices
+@operators
+def test_any_call_compiled(operator: str, device: str) -> None:
+    """Whole graphs; on the CPU without code generation, which the operators of the package are tested with."""
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    for seed in range(COMPILED):
+        torch._dynamo.reset()  # each call has other optional parts
+        check_call(operator, seed, device, torch.compile(CALLS[operator][0], fullgraph=True, backend=backend))
+
+
+@compiles
+@devices
+@operators
+def test_opcheck(operator: str, device: str) -> None:
+    for seed in range(3):
+        with Recorder() as recorder:
+            check_call(operator, seed, device)
+        assert len(recorder.calls) == 1, "a public function calls one operator, once"
+        function, args, kwargs = recorder.calls[0]
+        assert set(torch.library.opcheck(function, args, kwargs).values()) == {"SUCCESS"}
+
+
+@operators
+def test_calls_are_drawn_alike(operator: str) -> None:
+    """The operator and the oracle are given equal tensors, none of them shared."""
+    first, second = (CALLS[operator][1](Draw(1, "cpu")) for _ in range(2))
+
+    def values(given: dict[str, Any]) -> list[Any]:
+        return [value.tolist() if isinstance(value, torch.Tensor) else str(value) for value in given.values()]
+
+    assert values(first) == values(second)
+    shared = [k for k, value in first.items() if isinstance(value, torch.Tensor) and value is second[k]]
+    assert shared == []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
+def test_interpreted_kernels_equal_the_oracle() -> None:
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_peer_operators.py", "-k", "test_any_call"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed is not None and int(passed[1]) == len(CALLS)
