@@ -12,12 +12,13 @@ from torch import Tensor
 
 import compiled_kv as ckv
 from compiled_kv.demo import serving, speculative
-from compiled_kv.demo.allocator import Allocator, Holding
 from compiled_kv.demo.loop import Loop
 from compiled_kv.demo.requests import Request
 from compiled_kv.demo.workload import Workload, make_requests, plan
 from compiled_kv.models import architecture
-from compiled_kv.models.step import SLIDING, PagedCausalLM, View
+from compiled_kv.models.allocator import Allocator, Holding
+from compiled_kv.models.state import SLIDING
+from compiled_kv.models.step import PagedCausalLM, View
 from compiled_kv.request_traces import Lengths
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 
 from compiled_kv.cli import main
 from compiled_kv.demo import serving
-from compiled_kv.demo.allocator import Allocator
 from compiled_kv.demo.report import complaints
 from compiled_kv.demo.serving import run, serve
 from compiled_kv.demo.workload import Workload, make_requests, plan
 from compiled_kv.models import NAMES, architecture
+from compiled_kv.models.allocator import Allocator
 from compiled_kv.request_traces import Lengths
 
 # Prompts shorter and longer than a chunk, a page and Gemma's window of 24; outputs from one token to several windows.

@@ -13,7 +13,8 @@ import compiled_kv as ckv
 from compiled_kv.goldens import assert_graph
 from compiled_kv.models import NAMES, architecture
 from compiled_kv.models.pools import PagedPool, visible_keys
-from compiled_kv.models.step import SLIDING, PagedCausalLM, by_row, layer_types
+from compiled_kv.models.state import SLIDING, by_row
+from compiled_kv.models.step import PagedCausalLM, layer_types
 from compiled_kv.tracing.graphs import Graphs, capture
 
 GRAPHS = Path(__file__).parent.parent / "graphs"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .allocator import Allocator
+from ..models.allocator import Allocator
 from .decoding import Decoder
 from .requests import Request, Running
 

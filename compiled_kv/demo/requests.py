@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .allocator import Holding
+from ..models.allocator import Holding
 
 
 class Request(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..models import architecture
+from ..models.allocator import Allocator
 from ..models.step import PagedCausalLM
-from .allocator import Allocator
 from .baseline import generate, without_tf32
 from .decoding import PlainDecoder
 from .evidence import CompiledStep, graph_breaks

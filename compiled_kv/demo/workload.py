@@ -10,7 +10,8 @@ from typing import Any
 from compiled_kv.request_traces import Lengths
 
 from ..layout import KVLayout, ceil_div
-from ..models.step import SLIDING, Architecture, PagedCausalLM, layer_types
+from ..models.state import SLIDING
+from ..models.step import Architecture, PagedCausalLM, layer_types
 from .requests import Request
 
 

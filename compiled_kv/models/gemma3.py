@@ -13,7 +13,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from .pools import PagedPool
 from .qwen3 import PagedQwen3
-from .step import FULL, SLIDING, SMALL, Architecture, View
+from .state import FULL, SLIDING
+from .step import SMALL, Architecture, View
 
 
 class PagedGemma3(PagedQwen3):

@@ -46,7 +46,7 @@ def visible_keys(positions: Tensor, num_keys: int, window: int | None = None) ->
     return seen if window is None else seen & (key > query - window)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """PyTorch's own attention; fewer key heads than query heads are shared. [B, H, Q, D] -> [B, Q, H * D_value]."""
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(2)

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import compiled_kv as ckv
 
 from .pools import PagedPool, visible_keys
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from .state import FULL, SLIDING, PagedState, Place, of_last_token
 
 # No special tokens: a request of the demo ends when it has as many tokens as its trace says.
 SMALL = {
@@ -62,44 +61,23 @@ class View(NamedTuple):
     rope: tuple[Tensor, Tensor]  # cos, sin [B, Q, D]
 
 
-class PagedCausalLM(nn.Module):
+class PagedCausalLM(PagedState):
     """A transformers causal language model whose cache is paged.
 
     Args:
         model: the transformers model, in eval mode; its weights are used as they are.
-        layout: page size, longest context, draft tokens; `window` where layers slide.
-        max_reqs: rows of `req_to_token`.
-        num_pages: pages of the full-attention pools, the null page included.
-        num_swa_pages: pages of the sliding-window pools, the null page included; 0 where no layer slides.
-
-    Buffers: `req_to_token` int64 [max_reqs, max_seqlen_k], `full_to_swa` int64 [num_pages * page_size], and `status`
-    int32 [1], which collects what metadata had to clamp.
+        layout, max_reqs, num_pages, num_swa_pages: as in `PagedState`, whose buffers it has.
     """
-
-    req_to_token: Tensor
-    full_to_swa: Tensor
-    status: Tensor
-    pools: Any  # nn.ModuleList of a list of PagedPool a layer
 
     def __init__(
         self, model: Any, layout: ckv.KVLayout, *, max_reqs: int, num_pages: int, num_swa_pages: int = 0
     ) -> None:
-        super().__init__()
-        self.model, self.layout = model.requires_grad_(False), layout
-        self.layer_types = layer_types(model.config)
-        like, pages = model.lm_head.weight, {FULL: num_pages, SLIDING: num_swa_pages}
-        self.pools = nn.ModuleList(
-            nn.ModuleList(
-                PagedPool(pages[kind], layout.page_size, heads, dim, like) for heads, dim in self.cached(model.config)
-            )
-            for kind in self.layer_types
-        )
-        for name, shape, dtype in (
-            ("req_to_token", (max_reqs, layout.max_seqlen_k), torch.int64),
-            ("full_to_swa", (num_pages * layout.page_size,), torch.int64),
-            ("status", (1,), torch.int32),
-        ):
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=like.device), persistent=False)
+        kinds, cached = layer_types(model.config), self.cached(model.config)
+        super().__init__(
+            layout, kinds, [cached] * len(kinds), model.lm_head.weight, max_reqs=max_reqs, num_pages=num_pages,
+            num_swa_pages=num_swa_pages,
+        )  # fmt: skip
+        self.model = model.requires_grad_(False)
 
     def cached(self, config: Any) -> Sequence[tuple[int, int]]:
         """(heads, dim) of each tensor that one token caches in one layer."""
@@ -137,45 +115,23 @@ class PagedCausalLM(nn.Module):
         Returns:
             float [B, Q, vocab]; [B, 1, vocab] in a ragged step, of each row's last token.
         """
-        q_max = token_ids.shape[1]
-        meta = ckv.decode_metadata(
-            self.req_to_token, req_pool_indices, seq_lens, layout=self.layout, seq_len_delta=seq_len_delta,
-            q_len=q_max if q_lens is None else q_lens, num_tokens=None if q_lens is None else token_ids.numel(),
-            full_to_swa=self.full_to_swa if SLIDING in self.layer_types else None, num_reqs=num_reqs,
-            status=self.status,
-        )  # fmt: skip
-        counts = meta.cu_seqlens_q.diff()
-        query = torch.arange(q_max, device=token_ids.device)
-        positions = (meta.cache_seqlens - counts)[:, None] + query
+        batch = self.batch(token_ids.shape[1], req_pool_indices, seq_lens, num_reqs, q_lens, seq_len_delta)
         hidden = self.model.model.embed_tokens(token_ids)
-        views = {kind: self.view(kind, meta, hidden, positions) for kind in sorted(set(self.layer_types))}
+        views = {kind: self.view(kind, place, hidden, batch.positions) for kind, place in batch.places.items()}
         for kind, layer, pools in zip(self.layer_types, self.model.model.layers, self.pools):
             hidden = self.layer(layer, hidden, views[kind], pools)
         if q_lens is not None:
-            last = (counts - 1).clamp(min=0).long()[:, None, None]
-            hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))
+            hidden = of_last_token(hidden, batch.counts)
         return self.head(self.model.model.norm(hidden))
 
-    def view(self, kind: str, meta: ckv.DecodeMetadata, hidden: Tensor, positions: Tensor) -> View:
-        """The part of the metadata that layers of this attention type need, by row."""
-        full = meta.page_table, meta.slot_mapping, None
-        sliding = meta.swa_page_table, meta.swa_slot_mapping, self.layout.window
-        page_table, slots, window = sliding if kind == SLIDING else full
-        assert page_table is not None and slots is not None
-        mask = visible_keys(positions, page_table.shape[1] * self.layout.page_size, window)
-        rope = self.rope(hidden, positions.clamp(min=0), kind)
-        return View(by_row(slots, meta.cu_seqlens_q, positions.shape[1]), page_table, mask, rope)
+    def view(self, kind: str, place: Place, hidden: Tensor, positions: Tensor) -> View:
+        """`place`, with the mask and the rotation of layers of this attention type."""
+        window = self.layout.window if kind == SLIDING else None
+        mask = visible_keys(positions, place.page_table.shape[1] * self.layout.page_size, window)
+        return View(*place, mask, self.rope(hidden, positions.clamp(min=0), kind))
 
 
 def layer_types(config: Any) -> list[str]:
     """The attention type of each layer; a config that names none has full attention throughout."""
     kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
     return list(kinds)[: config.num_hidden_layers]
-
-
-def by_row(slots: Tensor, cu_seqlens_q: Tensor, q_max: int) -> Tensor:
-    """`slots` [T], packed in the order of `cu_seqlens_q`, as [B, Q]: -1 beyond each row's own tokens."""
-    query = torch.arange(q_max, device=slots.device)
-    start, end = cu_seqlens_q[:-1, None], cu_seqlens_q[1:, None]
-    token = (start + query).clamp(max=slots.shape[0] - 1)
-    return torch.where(start + query < end, slots[token], -1)

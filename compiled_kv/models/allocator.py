@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..layout import ceil_div
-from ..models.step import SLIDING, PagedCausalLM
+from .state import SLIDING, PagedState
 
 
 class PagePool:
@@ -62,7 +62,7 @@ class Allocator:
         shared_pages: pages that requests got from the prefix of another, over time.
     """
 
-    def __init__(self, model: PagedCausalLM, num_pages: int, num_swa_pages: int = 0) -> None:
+    def __init__(self, model: PagedState, num_pages: int, num_swa_pages: int = 0) -> None:
         self.model, self.page_size, self.window = model, model.layout.page_size, model.layout.window
         self.rows = list(range(model.req_to_token.shape[0] - 1, -1, -1))
         self.full, self.swa = PagePool(num_pages), PagePool(num_swa_pages)
