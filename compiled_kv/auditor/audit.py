@@ -9,6 +9,7 @@ from typing import Any
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from compiled_kv.auditor import hazards, state
+from compiled_kv.auditor.comparison import UNDECIDED
 from compiled_kv.auditor.findings import Finding, Report, merge
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.graphs import Graphs, trace
@@ -90,7 +91,7 @@ def _report(graphs: Graphs, findings: list[Finding]) -> Report:
     if graphs.fallbacks:
         undecided.append("what is cloned: the analysis of a kernel fell back")
     if graphs.target != "cpu":
-        undecided.append("whether a CUDA graph is captured and what it costs: that takes the device itself")
+        undecided.append(UNDECIDED)
     return Report(
         target=graphs.target,
         findings=merge(findings),
@@ -98,6 +99,7 @@ def _report(graphs: Graphs, findings: list[Finding]) -> Report:
         nodes=sum(1 for _ in counts.nodes(graphs.dynamo)),
         launches=graphs.launches,
         cloned_bytes=graphs.copied_bytes,
+        cloned=state.cloned(graphs),
         is_whole=graphs.is_whole,
         undecided=tuple(undecided),
         graph_texts=tuple((tier, render(graphs, tier)) for tier in ("dynamo", "aot") if getattr(graphs, tier)),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from compiled_kv.auditor.apart import measure_apart, obstacle
 from compiled_kv.auditor.audit import StepError, audit
+from compiled_kv.auditor.comparison import with_measured
 from compiled_kv.auditor.entry import EntryError, examples, load
 from compiled_kv.auditor.findings import SEVERITIES, Report
 
@@ -34,10 +37,11 @@ def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]:
 @click.option("--fullgraph", is_flag=True, help="compile the step with fullgraph=True too")
 @click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
 @click.option("--html", type=click.Path(path_type=Path), help="write the report as one page")
+@click.option("--no-measure", is_flag=True, help="leave the step unrun where the target's device is here")
 @click.option("--fail-on", type=click.Choice(SEVERITIES), default="warning", show_default=True)
 def command(
     entry: str, target: str, dynamic: bool | None, batch_sizes: list[int], fullgraph: bool, as_json: bool,
-    html: Path | None, fail_on: str,
+    html: Path | None, no_measure: bool, fail_on: str,
 ) -> None:  # fmt: skip
     """Audit the step that FUNCTION returns, as (step, arguments): does it compile whole, and what keeps it from that?
 
@@ -49,6 +53,8 @@ def command(
             first.step, *first.args, target=target, dynamic=dynamic, fullgraph=fullgraph,
             batches=[each.args for each in others], **first.kwargs,
         )  # fmt: skip
+        if not no_measure:
+            report = _beside_the_device(report, entry, target, batch_sizes, dynamic)
     except (EntryError, StepError, TypeError, ValueError) as error:
         raise Refused(str(error)) from None
     if html:
@@ -57,6 +63,15 @@ def command(
         html.write_text(page(report), encoding="utf-8")
     _print(report, as_json)
     raise SystemExit(1 if report.at_least(fail_on) or not report.is_whole else 0)
+
+
+def _beside_the_device(report: Report, entry: str, target: str, batch_sizes: list[int], dynamic: bool | None) -> Report:
+    """The report with what the step did on the device, or why it was not run there."""
+    why = obstacle(target)
+    measured = measure_apart(entry, batch_sizes, dynamic) if why is None else why
+    if isinstance(measured, str):
+        return replace(report, not_measured=measured)
+    return with_measured(report, measured)
 
 
 def _print(report: Report, as_json: bool) -> None:

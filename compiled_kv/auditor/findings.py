@@ -6,9 +6,12 @@ import json
 import linecache
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from compiled_kv.auditor.measured import Measured
+
+WAITING = ("host-read", "data-dependent-shape", "host-to-device-copy")
 SEVERITIES = ("note", "warning", "error")
 
 
@@ -17,7 +20,7 @@ class Finding:
     """One hazard at one line of the step's code.
 
     `severity` is "error" (the step is not whole, or waits for the host), "warning" (it costs time or breaks under
-    CUDA graphs) or "note" (nothing to mend today).
+    CUDA graphs) or "note" (nothing to mend today). `measured` is what a device showed of it, "" where none was asked.
     """
 
     rule: str
@@ -26,6 +29,12 @@ class Finding:
     line: int
     message: str
     remedy: str
+    measured: str = ""
+
+    @property
+    def place(self) -> str:
+        """`FILE:LINE`, or the step as a whole where no line can be named."""
+        return f"{self.file}:{self.line}" if self.file else "the step"
 
     @property
     def source(self) -> str:
@@ -33,15 +42,18 @@ class Finding:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        return (
-            f"{self.file}:{self.line}: {self.severity}: {self.rule}\n"
-            f"    {self.source}\n    {self.message}\n    {self.remedy}"
-        )
+        seen = [f"measured: {self.measured}"] if self.measured else []
+        lines = [self.source, self.message, *seen, self.remedy]
+        return "\n    ".join([f"{self.place}: {self.severity}: {self.rule}", *filter(None, lines)])
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The verdict on one step. `ok` is true on evidence alone: whole graphs, and no finding above a note."""
+    """The verdict on one step. `ok` is true on evidence alone: whole graphs, and no finding above a note.
+
+    `cloned` has the bytes that are cloned by argument; what belongs to none is under "the step's own tensors".
+    `measured` is what a device showed, None where the step was not run; `not_measured` says why.
+    """
 
     target: str
     findings: tuple[Finding, ...]
@@ -52,6 +64,9 @@ class Report:
     is_whole: bool
     undecided: tuple[str, ...]
     graph_texts: tuple[tuple[str, str], ...] = ()
+    cloned: dict[str, int] = field(default_factory=dict)
+    measured: Measured | None = None
+    not_measured: str = "not asked for"
 
     @property
     def ok(self) -> bool:
@@ -64,23 +79,38 @@ class Report:
     def evidence(self) -> dict[str, str]:
         """What was captured, in words."""
         launches = "unknown" if self.launches is None else ", ".join(_times(*pair) for pair in self.launches.items())
+        cloned = ", ".join(f"{name} {size:,}" for name, size in self.cloned.items())
+        total = "unknown" if self.cloned_bytes is None else f"{self.cloned_bytes:,}"
         return {
             "target": self.target,
             "graphs": f"{self.graphs}, {self.nodes} nodes" + ("" if self.is_whole else ", not whole"),
             "kernel launches": launches or "none",
-            "bytes cloned": "unknown" if self.cloned_bytes is None else f"{self.cloned_bytes:,}",
+            "bytes cloned": f"{total}: {cloned}" if cloned else total,
         }
+
+    def beside(self) -> list[tuple[str, str, str]]:
+        """(what, static, measured) in words; the last is "" throughout where the step was not run."""
+        static = self.evidence()
+        if self.measured is None:
+            return [*((name, text, "") for name, text in static.items()), ("measured", f"not: {self.not_measured}", "")]
+        seen = self.measured.rows()
+        counted = Counter(each.rule for each in self.findings)
+        lines = sum(counted[rule] for rule in WAITING)
+        static |= {"host waits": f"{_plural(lines, 'line')}", "recompiles": str(counted["recompile"])}
+        order = dict.fromkeys([*static, *seen])
+        return [(name, static.get(name, ""), seen.get(name, "")) for name in order]
 
     def to_json(self) -> str:
         """The whole report; `ok` included."""
         findings = [{**asdict(each), "source": each.source} for each in self.findings]
-        return json.dumps({"ok": self.ok, **asdict(self), "findings": findings}, indent=2)
+        rows = [dict(zip(("what", "static", "measured"), row)) for row in self.beside()]
+        return json.dumps({"ok": self.ok, **asdict(self), "findings": findings, "beside": rows}, indent=2)
 
     def __repr__(self) -> str:
         return f"Report({self.verdict()})"
 
     def __str__(self) -> str:
-        lines = [f"{name:16} {value}" for name, value in self.evidence().items()]
+        lines = [_row(*row) for row in self.beside()]
         lines += [f"{'undecided':16} {each}" for each in self.undecided]
         lines += [f"\n{each}" for each in self.findings]
         return "\n".join([*lines, "", self.verdict()])
@@ -104,6 +134,10 @@ def merge(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         if key not in kept or SEVERITIES.index(kept[key].severity) < SEVERITIES.index(each.severity):
             kept[key] = each
     return tuple(sorted(kept.values(), key=lambda each: (-SEVERITIES.index(each.severity), each.file, each.line)))
+
+
+def _row(name: str, static: str, measured: str) -> str:
+    return f"{name:16} {static}" + (f"  |  measured: {measured}" if measured else "")
 
 
 def _times(name: str, count: int) -> str:

@@ -86,7 +86,10 @@ def _read(operator: str, what: str, place: places.Place) -> Finding:
 
 
 def _gone(operator: str, place: places.Place) -> Finding:
-    message = f"{operator}: torch turned this read back into a tensor while compiling; eager code still waits for it"
+    message = (
+        f"{operator}: with scalars captured (fullgraph=True) torch turns this read back into a tensor; without, the "
+        "graph breaks here and the host waits"
+    )
     return Finding("host-read", "note", *place, message, READ_REMEDY)
 
 

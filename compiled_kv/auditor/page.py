@@ -11,7 +11,7 @@ CONTEXT = 3
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2128 }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse } td { padding: .15rem 1.5rem .15rem 0; vertical-align: top }
+table { border-collapse: collapse } th { text-align: left } td { padding: .15rem 1.5rem .15rem 0; vertical-align: top }
 pre { background: #f6f8fa; padding: .7rem; overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; margin: .5rem 0 }
 .ok { color: #1a7f37 } .error { color: #cf222e } .warning { color: #9a6700 } .note { color: #0969da }
 section { border-left: 4px solid currentColor; padding-left: 1rem; margin: 1.2rem 0 } section > * { color: #1c2128 }
@@ -22,8 +22,9 @@ mark { background: #fff1b8; display: block } .place { color: #656d76; font-size:
 def page(report: Report) -> str:
     """HTML that needs no other file."""
     verdict = "ok" if report.ok else "error"
-    rows = [*report.evidence().items(), *(("undecided", text) for text in report.undecided)]
-    table = "".join(f"<tr><td><b>{escape(name)}</b><td>{escape(value)}" for name, value in rows)
+    rows = [*report.beside(), *(("undecided", text, "") for text in report.undecided)]
+    head = "<tr><th><th>static<th>measured" if report.measured else ""
+    table = head + "".join(f"<tr><td><b>{escape(what)}</b><td>{escape(a)}<td>{escape(b)}" for what, a, b in rows)
     findings = "".join(map(_section, report.findings))
     graphs = "".join(
         f"<details><summary>{tier}</summary><pre>{escape(text)}</pre></details>" for tier, text in report.graph_texts
@@ -39,9 +40,13 @@ def _section(finding: Finding) -> str:
     return (
         f'<section class="{finding.severity}"><b class="{finding.severity}">{finding.severity}</b> '
         f"<b>{escape(finding.rule)}</b> {escape(finding.message)}"
-        f'<div class="place">{escape(finding.file)}:{finding.line}</div>'
-        f"<pre>{_code(finding)}</pre><div>{escape(finding.remedy)}</div></section>"
+        f'<div class="place">{escape(finding.place)}</div><pre>{_code(finding)}</pre>{_measured(finding)}'
+        f"<div>{escape(finding.remedy)}</div></section>"
     )
+
+
+def _measured(finding: Finding) -> str:
+    return f"<div><b>measured</b> {escape(finding.measured)}</div>" if finding.measured else ""
 
 
 def _code(finding: Finding) -> str:

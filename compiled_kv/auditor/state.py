@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,15 @@ def hidden_copy(graphs: Graphs) -> Iterator[Finding]:
         elif copy.operator == "aten.copy_" and _is_scatter(copy.node.args[1]):
             message = f"hidden copy of {_bytes(copy)}: argument {name_of(copy.node.args[0])} is written back whole"
             yield Finding("hidden-copy", "warning", *places.of_node(copy.node), message, remedy)
+
+
+def cloned(graphs: Graphs) -> dict[str, int]:
+    """Bytes of the copies left in a step by the argument that they are for, largest first; those known alone."""
+    found: Counter[str] = Counter()
+    for copy in graphs.copies or ():
+        base = places.base_of(copy.node.args[0])  # type: ignore[arg-type]
+        found[name_of(base) if base.op == "placeholder" else "the step's own tensors"] += copy.bytes or 0
+    return {name: size for name, size in found.most_common() if size}
 
 
 def mutated_input(graphs: Graphs) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 
+from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.syntax import Syntax
@@ -27,11 +28,13 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _evidence(report: Report) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2)) if report.measured is None else Table(box=SIMPLE, pad_edge=False)
     table.add_column(style="bold")
-    table.add_column()
-    for name, value in report.evidence().items():
-        table.add_row(name, value)
+    table.add_column("static", overflow="fold")
+    if report.measured is not None:
+        table.add_column("measured", overflow="fold")
+    for row in report.beside():
+        table.add_row(*map(Text, row[: len(table.columns)]))
     for text in report.undecided:
         table.add_row("undecided", Text(text, style="dim"))
     return table
@@ -42,11 +45,17 @@ def _finding(finding: Finding) -> Panel:
     lines: list[RenderableType] = [Text(finding.message)]
     if finding.source:
         lines.append(_code(finding))
+    if finding.measured:
+        lines.append(Text(f"measured: {finding.measured}", style="cyan"))
     lines.append(Text(finding.remedy, style="green"))
     title = f"[bold {colour}]{finding.severity}[/]  {finding.rule}"
-    place = f"{finding.file}:{finding.line}"
     return Panel(
-        Group(*lines), title=title, title_align="left", subtitle=place, subtitle_align="left", border_style=colour
+        Group(*lines),
+        title=title,
+        title_align="left",
+        subtitle=finding.place,
+        subtitle_align="left",
+        border_style=colour,
     )
 
 
