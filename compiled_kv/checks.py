@@ -129,6 +129,17 @@ def check_strided_table(sizes: Sizes, name: str, table: Tensor, layout: KVLayout
         raise ValueError(f"{name} must have entries that do not overlap, got strides {list(table.stride())}")
 
 
+def check_blocks_output(sizes: Sizes, name: str, tables: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
+    """`Sizes.check_output` for tables [G, N, W] of several groups."""
+    sizes.check(name, tables, dtypes, *dims)
+    groups, rows, width = tables.shape
+    apart = tables.stride(2) == 1 or width <= 1
+    apart = apart and (rows <= 1 or tables.stride(1) >= width)
+    if not apart or (groups > 1 and tables.stride(0) < (rows - 1) * tables.stride(1) + width):
+        strides = list(tables.stride())
+        raise ValueError(f"{name} must have unit column stride and rows that do not overlap, got strides {strides}")
+
+
 def check_tail(tail: str, out: object) -> None:
     if tail not in TAILS:
         raise ValueError(f"tail must be 'clear' or 'keep', got {tail!r}")

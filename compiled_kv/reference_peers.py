@@ -81,3 +81,86 @@ def write_metadata(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Ten
         room = len(out.swa_slot_mapping)
         store((translated + [0] * room)[:room], out.swa_slot_mapping)
     return out
+
+
+def gather_block_tables(block_tables: Tensor, num_blocks: Tensor, req_pool_indices: Tensor, *,
+                        block_sizes: Tensor | None = None, reach: Tensor | None = None,
+                        num_computed_tokens: Tensor | None = None, out: Tensor | None = None,
+                        tail: str = "clear") -> Tensor:  # fmt: skip
+    """int32 [G, N, W]: each request's blocks in each group, null below what the group still reads."""
+    rows, counts, (groups, pool_rows, width) = req_pool_indices.tolist(), num_blocks.tolist(), block_tables.shape
+    if out is None:
+        out = torch.zeros(groups, len(rows), width, dtype=torch.int32)
+    tables: Any = out.tolist()
+    for g, (table, pool) in enumerate(zip(tables, block_tables.tolist(), strict=True)):
+        for i, line in enumerate(table):
+            if i >= len(rows) or not 0 <= rows[i] < pool_rows:
+                line[:] = [0] * width
+                continue
+            below = 0
+            if reach is not None and num_computed_tokens is not None and block_sizes is not None:
+                size, last = int(block_sizes[g]), int(reach[g])
+                if size > 0 and last > 0:
+                    below = max(max(int(num_computed_tokens[rows[i]]), 0) - last, 0) // size
+            live = min(max(counts[g][rows[i]], 0), width)
+            for column in range(width):
+                if column < live:
+                    line[column] = 0 if column < below else page_of(pool[rows[i]][column], 1)
+                elif tail == "clear":
+                    line[column] = 0
+    store(tables, out)
+    return out
+
+
+def group_slot_mappings(block_tables: Tensor, block_sizes: Tensor, req_pool_indices: Tensor, cu_seqlens_q: Tensor,
+                        positions: Tensor, *, sharded: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
+                        cp_interleave: int = 1, num_tokens: int | None = None,
+                        out: Tensor | None = None) -> Tensor:  # fmt: skip
+    """int64 [G, N]: each token's slot in each group, on this rank."""
+    rows, ends, tables = req_pool_indices.tolist(), cu_seqlens_q.tolist()[1:], block_tables.tolist()
+    if out is None:
+        out = torch.empty(len(tables), len(positions) if num_tokens is None else num_tokens, dtype=torch.int64)
+    mappings = [[-1] * out.shape[1] for _ in tables]
+    for g, size in enumerate(min(size, INT32_MAX) for size in block_sizes.tolist()):
+        ranks, rank = (cp_size, cp_rank) if sharded is not None and int(sharded[g]) else (1, 0)
+        for token, position in enumerate(positions.tolist()):
+            row = next((row for row, end in zip(rows, ends, strict=True) if token < end), -1)
+            if size <= 0 or position < 0 or not 0 <= row < len(tables[g]):
+                continue
+            column, place = divmod(position, size * ranks)
+            block = page_of(look_up(tables[g][row], column), 1)
+            turn, offset = divmod(place, cp_interleave)
+            if block >= 0 and turn % ranks == rank:
+                mappings[g][token] = block * size + turn // ranks * cp_interleave + offset
+    store(mappings, out)
+    return out
+
+
+def advance_draft(positions: Tensor, block_table: Tensor, seq_lens: Tensor, *, page_size: int, max_context_len: int,
+                  num_tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Positions, slots and lengths one token further."""
+    held, lengths, blocks = positions.tolist(), seq_lens.tolist(), block_table.tolist()
+    slots = [-1] * (len(held) if num_tokens is None else num_tokens)
+    for i, position in enumerate(held):
+        if position + 1 >= max_context_len:
+            held[i], lengths[i] = 0, 1
+            continue
+        held[i] = max(position + 1, 0)
+        lengths[i] = min(max(lengths[i], 0) + 1, max_context_len)
+        block = blocks[i][min(held[i] // page_size, len(blocks[i]) - 1)] if blocks[i] and position >= -1 else -1
+        if page_of(block, 1) >= 0:
+            slots[i] = block * page_size + held[i] % page_size
+    kinds = ((held, torch.int64), (slots, torch.int64), (lengths, torch.int32))
+    new_positions, slot_mapping, new_lengths = (torch.tensor(values, dtype=dtype) for values, dtype in kinds)
+    return new_positions, slot_mapping, new_lengths
+
+
+def advance_draft_(positions: Tensor, block_table: Tensor, seq_lens: Tensor, slot_mapping: Tensor, *, page_size: int,
+                   max_context_len: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same in place."""
+    out = (positions, slot_mapping, seq_lens)
+    made = advance_draft(positions, block_table, seq_lens, page_size=page_size, max_context_len=max_context_len,
+                         num_tokens=len(slot_mapping))  # fmt: skip
+    for target, value in zip(out, made, strict=True):
+        target.copy_(value)
+    return out

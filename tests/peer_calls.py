@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from compiled_kv import reference_peers
+from compiled_kv.block_tables import gather_block_tables
+from compiled_kv.draft_steps import advance_draft, advance_draft_
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
+from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.layout import KVLayout
 from tests.harness import POISON, _moved, around, poisoned
 
@@ -40,6 +43,9 @@ class Draw(random.Random):
         whole = torch.full([2 * size + 3 for size in shape], POISON[dtype], dtype=dtype)
         place = whole[tuple(slice(1, 1 + 2 * size, 2) for size in shape)]
         return _moved(place.copy_(tensor), self.device)
+
+    def plain(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=self.choice((torch.int32, torch.int64)), device=self.device)
 
     def out(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return poisoned(shape, dtype, self.device)
@@ -89,8 +95,72 @@ def draw_write_metadata(draw: Draw) -> dict[str, Any]:
     }
 
 
+def draw_gather_block_tables(draw: Draw) -> dict[str, Any]:
+    groups, rows, width, batch = draw.randrange(1, 4), draw.randrange(4), draw.randrange(12), draw.randrange(5)
+    windowed = draw.random() < 0.5
+    out = draw.maybe(draw.out(torch.int32, groups, batch + draw.randrange(3), width))
+    return {
+        "block_tables": draw.ints(0, 90, groups, rows, width),
+        "num_blocks": draw.ints(0, width + 2, groups, rows),
+        "req_pool_indices": draw.ints(-1, max(rows, 1), batch),
+        "block_sizes": draw.ints(1, 5, groups) if windowed else None,
+        "reach": draw.ints(0, 9, groups) if windowed else None,
+        "num_computed_tokens": draw.ints(0, 30, rows) if windowed else None,
+        "out": out,
+        "tail": "clear" if out is None else draw.choice(("keep", "clear")),
+    }
+
+
+def draw_group_slot_mappings(draw: Draw) -> dict[str, Any]:
+    groups, rows, width, batch = draw.randrange(1, 4), draw.randrange(4), draw.randrange(6), draw.randrange(5)
+    counts = [draw.randrange(4) for _ in range(batch)]
+    tokens, cp_size = sum(counts) + draw.choice((-1, 0, 0, 2)), draw.choice((1, 2, 3))
+    tokens = max(tokens, 0)
+    out = draw.maybe(draw.out(torch.int64, groups, tokens + draw.randrange(3)))
+    return {
+        "block_tables": draw.ints(0, 90, groups, rows, width),
+        "block_sizes": draw.ints(0, 5, groups),
+        "req_pool_indices": draw.ints(-1, max(rows, 1), batch),
+        "cu_seqlens_q": draw.plain([sum(counts[:i]) for i in range(batch + 1)]),
+        "positions": draw.ints(0, 25, tokens),
+        "sharded": draw.maybe(draw.ints(0, 2, groups)),
+        "cp_size": cp_size,
+        "cp_rank": draw.randrange(cp_size),
+        "cp_interleave": draw.choice((1, 2, 4)),
+        "num_tokens": draw.maybe(tokens + 2) if out is None else None,
+        "out": out,
+    }
+
+
+def draw_advance_draft(draw: Draw) -> dict[str, Any]:
+    batch, width = draw.randrange(7), draw.randrange(5)
+    return {
+        "positions": draw.ints(-1, 17, batch),
+        "block_table": draw.ints(0, 90, batch, width),
+        "seq_lens": draw.ints(0, 18, batch),
+        "page_size": draw.choice((1, 3, 4)),
+        "max_context_len": draw.choice((1, 12, 2**31 - 1)),
+        "num_tokens": draw.maybe(batch + draw.randrange(3)),
+    }
+
+
+def draw_advance_draft_(draw: Draw) -> dict[str, Any]:
+    given = draw_advance_draft(draw)
+    batch = len(given["positions"])
+    positions, lengths = draw.out(torch.int64, batch), draw.out(torch.int32, batch)
+    positions.copy_(given["positions"])
+    lengths.copy_(given["seq_lens"].clamp(-(2**31), 2**31 - 1))
+    given |= {"positions": positions, "seq_lens": lengths, "slot_mapping": draw.out(torch.int64, batch + 2)}
+    del given["num_tokens"]
+    return given
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[Draw], dict[str, Any]]]] = {
     "write_metadata": (write_metadata, draw_write_metadata),
+    "gather_block_tables": (gather_block_tables, draw_gather_block_tables),
+    "group_slot_mappings": (group_slot_mappings, draw_group_slot_mappings),
+    "advance_draft": (advance_draft, draw_advance_draft),
+    "advance_draft_": (advance_draft_, draw_advance_draft_),
 }
 
 
@@ -112,5 +182,5 @@ def check_call(operator: str, seed: int, device: str, call: Callable[..., Any] |
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         assert a.tolist() == b.tolist(), f"seed {seed}: {wanted}"
-        if "out" in given:
+        if given.get("out") is not None or operator.endswith("_"):
             assert torch.equal(around(a), around(b)), f"seed {seed}: memory around an output was written"

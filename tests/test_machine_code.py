@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1":
 INPUTS = {  # int32 or int64
     "req_to_token_ptr", "pool_ptr", "req_pool_indices_ptr", "seq_lens_ptr", "kv_lens_ptr", "kv_start_ptr",
     "q_lens_ptr", "positions_ptr", "cu_seqlens_q_ptr", "num_reqs_ptr", "slots_ptr", "map_ptr",
-    "generations_ptr", "page_map_ptr",
+    "generations_ptr", "page_map_ptr", "num_blocks_ptr", "block_sizes_ptr", "reach_ptr", "computed_ptr", "sharded_ptr",
 }  # fmt: skip
 OUTPUTS = {
     "page_table_ptr": "*i32",
@@ -36,6 +36,8 @@ OUTPUTS = {
     "num_splits_ptr": "*i32",
     "scratch_ptr": "*i32",
     "held_ptr": "*i64",
+    "next_positions_ptr": "*i64",
+    "next_seq_lens_ptr": "*i32",
 }
 INTS = {
     "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "seq_stride", "q_stride",
@@ -43,6 +45,8 @@ INTS = {
     "swa_row_stride", "batch_size", "num_slots", "num_tokens", "width", "delta", "q_len", "cap", "pad_seqlen", "window",
     "num_sm_parts", "overhead", "most", "generation_stride",
     "page_map_stride", "page_map_size", "page_stride", "swa_stride",
+    "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
+    "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -52,6 +56,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "WINDOWED": (True, False),
     "CLEAR": (True, False),
     "DEBUG": (False, True),
+    "PDL": (False, True),
     "UNIT_STRIDE": (True, False),
     "BLOCK": (launch.BLOCK,),
     "TOKENS": (launch.TOKENS,),
@@ -74,8 +79,13 @@ OPTIONAL = [
 ]
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
 READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
-NEEDED_BY = {"_translate_slots_kernel": {"slots_ptr"}}
+NEEDED_BY = {
+    "_translate_slots_kernel": {"slots_ptr"},
+    "_group_slot_mappings_kernel": {"cu_seqlens_q_ptr"},
+}
 OPTIONAL_BY = {
+    "_gather_block_tables_kernel": [{"reach_ptr", "block_sizes_ptr", "computed_ptr"}],
+    "_group_slot_mappings_kernel": [{"sharded_ptr"}],
     "write_metadata_kernel": [{"cache_seqlens_ptr", "cu_k_ptr"}, {"cu_q_ptr"}, {"page_map_ptr"},
                               {"page_table_ptr", "swa_page_table_ptr"}],
 }  # fmt: skip

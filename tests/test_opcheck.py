@@ -18,7 +18,11 @@ from tests.harness import Batch, Form, check
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
 
 # Checked by test_peer_operators, once loaded.
-PEERS = {"compiled_kv::write_metadata"}
+PEERS = {
+    *("compiled_kv::write_metadata", "compiled_kv::gather_block_tables", "compiled_kv::gather_block_tables_out"),
+    *("compiled_kv::group_slot_mappings", "compiled_kv::group_slot_mappings_out"),
+    *("compiled_kv::advance_draft", "compiled_kv::advance_draft_in_place"),
+}
 SAMPLES = {
     "plain": CASES["plain"],
     "bad-row-index": CASES["bad-row-index"],
