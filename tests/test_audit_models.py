@@ -1,4 +1,4 @@
-"""Audits of transformers' own decode steps for a GPU that is not there, checked by hand: see docs/audit.md."""
+"""Audits of transformers' decode steps and of ours for a GPU that is not there, checked by hand: see docs/audit.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from compiled_kv.auditor import audit
+from compiled_kv.models import NAMES
+from tests import paged_steps
 from tests.transformers_steps import example, step
 
 # The cache that grows: its tensors are results of the call before, and their new size compiles again.
@@ -54,3 +56,17 @@ def test_llama_70b_fits_a_small_machine() -> None:
     assert report.ok, str(report)
     assert report.nodes > 5000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+
+
+OURS = [(name, mode) for name in NAMES for mode in paged_steps.STEPS]
+ALWAYS = [("llama", "decode"), ("qwen3", "extend"), ("gemma3", "verify"), ("deepseek_v3", "draft")]
+
+
+@pytest.mark.parametrize(("name", "mode"), OURS, ids=["-".join(each) for each in OURS])
+def test_our_own_steps_have_no_finding_and_one_launch(name: str, mode: str) -> None:
+    if (name, mode) not in ALWAYS and not EVERYTHING:
+        pytest.skip("make test-all runs it")
+    report = audit(paged_steps.STEPS[mode][0], *paged_steps.example(name, mode))
+    assert report.findings == () and report.ok, str(report)
+    assert report.launches == {"decode_metadata_kernel": 1}
+    assert set(report.cloned) == {"the step's own tensors"}  # no argument, buffer or pool is cloned
