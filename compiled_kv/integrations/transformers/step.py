@@ -1,0 +1,71 @@
+"""The decode step of any causal model of transformers, for `torch.compile(fullgraph=True)`.
+
+    rows 2 and 0 hold 70 and 3 tokens, the ones to compute included; the third row is padding
+
+    token_ids [[17], [250], [0]]   req_pool_indices [2, 0, 0]   seq_lens [70, 3, 0]   num_reqs [2]   -> [3, 1, vocab]
+
+Each call makes a `Cache` of its own out of the shared pools and one metadata call, and hands it to the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ...checks import check_int
+from ...models.state import of_last_token
+from .cache import PagedCache
+from .layer import layers
+from .model import check_model
+
+
+class DecodeStep(nn.Module):
+    """One step of a model over the pools of a paged cache; every row has its own length.
+
+    Args:
+        model: the model that `cache` was made for, in eval mode.
+        cache: whose pools and tables it uses; the lengths are those of each call.
+        seq_len_delta: tokens that a step adds to `seq_lens`: 0 where they are counted already, K to verify K drafts.
+
+    Raises:
+        TypeError, ValueError: as in PagedCache.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache, *, seq_len_delta: int = 0) -> None:
+        super().__init__()
+        if not isinstance(cache, PagedCache):
+            raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
+        check_model(model, cache.state.layout)
+        check_int("seq_len_delta", seq_len_delta, 0)
+        self.model, self.state, self.seq_len_delta = model, cache.state, seq_len_delta
+
+    @property
+    def req_to_token(self) -> Tensor:
+        """int64 [max_reqs, max_seqlen_k]: the slots of each row."""
+        return self.state.req_to_token
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, num_reqs: Tensor | None = None,
+                q_lens: Tensor | None = None) -> Tensor:  # fmt: skip
+        """One step over B rows of Q tokens, all of which have slots in `req_to_token`.
+
+        Args:
+            token_ids: int64 [B, Q]; of a ragged row the first `q_lens[i]` count.
+            req_pool_indices: int [B], the rows of `req_to_token`.
+            seq_lens: int [B], committed tokens.
+            num_reqs: int [1], rows in use; the others are padding. None: all.
+            q_lens: int [B], the tokens of each row in a ragged step.
+
+        Returns:
+            float [B, Q, vocab]; [B, 1, vocab] in a ragged step, of each row's last token.
+        """
+        q_max = token_ids.shape[1]
+        batch = self.state.batch(q_max, req_pool_indices, seq_lens, num_reqs, q_lens, self.seq_len_delta)
+        logits = self.model(
+            input_ids=token_ids, position_ids=batch.positions.clamp(min=0), use_cache=True,
+            past_key_values=Cache(layers=layers(self.state, batch)),
+        ).logits  # fmt: skip
+        return cast(Tensor, logits if q_lens is None else of_last_token(logits, batch.counts))
