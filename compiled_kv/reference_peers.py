@@ -164,3 +164,57 @@ def advance_draft_(positions: Tensor, block_table: Tensor, seq_lens: Tensor, slo
     for target, value in zip(out, made, strict=True):
         target.copy_(value)
     return out
+
+
+def pages_of_row(pool: Any, row: int, count: int, start: int, page_size: int, entry_page_size: int,
+                 token_map: Tensor | None) -> list[int]:  # fmt: skip
+    """`count` pages of one row of the pool, from position `start` on."""
+    found = []
+    for position in range(start, start + count * page_size, page_size):
+        slot = look_up(pool[row], position // entry_page_size)
+        if entry_page_size > 1:
+            slot = slot * entry_page_size + position % entry_page_size if page_of(slot, 1) >= 0 else -1
+        found.append(page_of(slot if token_map is None else look_up(token_map.tolist(), slot), page_size))
+    return found
+
+
+def csr_tables(pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None = None, *,
+               layout: KVLayout, entry_page_size: int = 1, token_map: Tensor | None = None,
+               num_reqs: Tensor | None = None, capacity: int | None = None, out: Any = None,
+               tail: str = "clear") -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """kv_indptr, kv_indices, kv_last_page_len."""
+    rows, page_size, width = req_pool_indices.tolist(), layout.page_size, pool.shape[1] * entry_page_size
+    active = len(rows) if num_reqs is None else int(num_reqs)
+    lengths = [min(max(n, 0), layout.max_seqlen_k) if i < active and 0 <= rows[i] < len(pool) else 0
+               for i, n in enumerate(kv_lens.tolist())]  # fmt: skip
+    if out is None:
+        room = len(rows) * layout.max_num_pages if capacity is None else capacity
+        out = tuple(torch.zeros(n, dtype=torch.int32) for n in (len(rows) + 1, room, len(rows)))
+    starts, indices = numbers(kv_start) or [0] * len(rows), []
+    for row, length, start in zip(rows, lengths, starts, strict=True):
+        count, first = ceil_div(length, page_size), min(max(start, 0), width)
+        indices += pages_of_row(pool.tolist(), row, count, first, page_size, entry_page_size, token_map)
+    room = len(out[1])
+    old = out[1].tolist() if tail == "keep" else [0] * room
+    store([min(total, room) for total in sums([ceil_div(n, page_size) for n in lengths])], out[0])
+    store((indices + old[len(indices) :])[:room], out[1])
+    store([(n - 1) % page_size + 1 if n else 0 for n in lengths], out[2])
+    return out
+
+
+def fill_kv_indices(pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+                    kv_start: Tensor | None = None, *, layout: KVLayout, entry_page_size: int = 1,
+                    token_map: Tensor | None = None) -> Tensor:  # fmt: skip
+    """kv_indices behind a kv_indptr that stands already."""
+    rows, bounds, indices = req_pool_indices.tolist(), kv_indptr.tolist(), kv_indices.tolist()
+    starts, page_size, width = numbers(kv_start) or [0] * len(rows), layout.page_size, pool.shape[1] * entry_page_size
+    for i, (row, length) in enumerate(zip(rows, kv_lens.tolist(), strict=True)):
+        first, end = bounds[i], min(bounds[i + 1], len(indices))
+        count = min(ceil_div(min(max(length, 0), layout.max_seqlen_k), page_size), end - first)
+        if 0 <= row < len(pool) and count > 0:
+            start = min(max(starts[i], 0), width)
+            indices[first : first + count] = pages_of_row(
+                pool.tolist(), row, count, start, page_size, entry_page_size, token_map
+            )
+    store(indices, kv_indices)
+    return kv_indices

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_kv import reference_peers
 from compiled_kv.block_tables import gather_block_tables
+from compiled_kv.csr import csr_tables, fill_kv_indices
 from compiled_kv.draft_steps import advance_draft, advance_draft_
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
 from compiled_kv.group_slots import group_slot_mappings
@@ -155,13 +156,56 @@ def draw_advance_draft_(draw: Draw) -> dict[str, Any]:
     return given
 
 
+def draw_csr_inputs(draw: Draw) -> dict[str, Any]:
+    batch, rows = draw.randrange(6), draw.randrange(1, 5)
+    layout = KVLayout(draw.choice((1, 3, 4)), draw.randrange(18))
+    entry_page_size = draw.choice((1, 1, 2, 4))
+    width = -(-layout.max_seqlen_k // entry_page_size) + draw.choice((0, 2))
+    return {
+        "pool": draw.ints(0, 80, rows, width),
+        "req_pool_indices": draw.ints(0, rows, batch),
+        "kv_lens": draw.ints(0, 19, batch),
+        "kv_start": draw.maybe(draw.ints(0, 9, batch)),
+        "layout": layout,
+        "entry_page_size": entry_page_size,
+        "token_map": draw.maybe(draw.ints(0, 60, draw.choice((0, 50, 400)))),
+    }
+
+
+def draw_csr_tables(draw: Draw) -> dict[str, Any]:
+    given = draw_csr_inputs(draw)
+    batch, room = len(given["kv_lens"]), draw.choice((0, 5, 40))
+    indices = draw.out(draw.choice((torch.int32, torch.int64)), room)
+    out = draw.maybe((draw.out(torch.int32, batch + 1), indices, draw.out(torch.int32, batch)))
+    return given | {
+        "num_reqs": draw.maybe(draw.ints(0, batch + 1)),
+        "capacity": draw.maybe(room) if out is None else None,
+        "out": out,
+        "tail": "clear" if out is None else draw.choice(("keep", "clear")),
+    }
+
+
+def draw_fill_kv_indices(draw: Draw) -> dict[str, Any]:
+    given = draw_csr_inputs(draw)
+    bounds = [draw.choice((0, 2))]
+    for _ in given["kv_lens"]:
+        bounds.append(bounds[-1] + draw.randrange(8))
+    indices = draw.out(draw.choice((torch.int32, torch.int64)), draw.choice((0, 9, 60)))
+    return given | {"kv_indptr": draw.plain(bounds), "kv_indices": indices}
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[Draw], dict[str, Any]]]] = {
     "write_metadata": (write_metadata, draw_write_metadata),
     "gather_block_tables": (gather_block_tables, draw_gather_block_tables),
     "group_slot_mappings": (group_slot_mappings, draw_group_slot_mappings),
+    "csr_tables": (csr_tables, draw_csr_tables),
+    "fill_kv_indices": (fill_kv_indices, draw_fill_kv_indices),
     "advance_draft": (advance_draft, draw_advance_draft),
     "advance_draft_": (advance_draft_, draw_advance_draft_),
 }
+
+
+IN_PLACE = ("advance_draft_", "fill_kv_indices")
 
 
 def outputs_of(result: Any, given: dict[str, Any]) -> list[Tensor]:
@@ -182,5 +226,5 @@ def check_call(operator: str, seed: int, device: str, call: Callable[..., Any] |
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         assert a.tolist() == b.tolist(), f"seed {seed}: {wanted}"
-        if given.get("out") is not None or operator.endswith("_"):
+        if given.get("out") is not None or operator in IN_PLACE:
             assert torch.equal(around(a), around(b)), f"seed {seed}: memory around an output was written"

@@ -237,6 +237,46 @@ def test_an_empty_batch_touches_nothing(device: str) -> None:
     assert len(set(swa_loc.tolist())) == 1 and is_clean_around(swa_loc)
 
 
+@devices
+@dtypes
+@pytest.mark.parametrize("out_dtype", [torch.int32, torch.int64], ids=["out-32", "out-64"])
+@pytest.mark.parametrize("start", [None, [1, 0, 4]], ids=["no-start", "start"])
+def test_token_indices_stay_between_their_bounds(
+    start: list[int] | None, out_dtype: torch.dtype, dtypes: Any, device: str
+) -> None:
+    """The length counts from the start on; the bounds leave a gap of two at the front, and room behind."""
+    pool, rows, lens = batch(device, *dtypes)
+    out = vector(device, 33, out_dtype)
+    starts = None if start is None else torch.tensor(start, dtype=dtypes[1], device=device)
+    bounds = torch.tensor([2, 7, 7, 29, KEPT], dtype=torch.int32, device=device)
+    grid = (3, sglang.kv_indices_num_token_blocks(28, 3))
+    kernel = sglang.create_flashinfer_kv_indices_triton[grid]
+    kernel(pool, rows, lens, bounds, starts, out, pool.stride(0), TOKEN_BLOCK_PARALLEL=True)
+    kept = out[:1].tolist() * 33
+    slots = [POOL.tolist()[r][s : s + n] for r, n, s in zip(ROWS, LENS, start or [0, 0, 0])]
+    assert out.tolist() == kept[:2] + slots[0] + slots[2] + kept[:4]
+    assert is_clean_around(out)
+
+
+@devices
+@pytest.mark.parametrize("translated", [False, True])
+def test_token_indices_from_a_pool_of_pages(translated: bool, device: str) -> None:
+    pages = torch.tensor([[3, -1, 5], [7, 8, 9]], dtype=torch.int32, device=device)
+    rows, lens = torch.tensor([1, 0], device=device), torch.tensor([4, 9], device=device)
+    bounds, starts = torch.tensor([0, 4, 13], device=device), torch.tensor([3, 2], device=device)
+    out = vector(device, 13)
+    map_ = TOKEN_MAP.to(device) if translated else None
+    kernel = sglang.create_flashinfer_kv_indices_triton[(2,)]
+    kernel(pages, rows, lens, bounds, starts, out, 3, ENTRY_PAGE_SIZE=4, token_mapping=map_)
+    slots = [31, 32, 33, 34, 14, 15, -1, -1, -1, -1, 20, 21, 22]
+    assert out.tolist() == [mapped(slot) if translated else slot for slot in slots]
+
+
+def test_number_of_token_blocks_is_bounded_by_the_programs() -> None:
+    blocks = [sglang.kv_indices_num_token_blocks(w, b) for w, b in ((1, 1), (8193, 4), (10**6, 64), (10**6, 0))]
+    assert blocks == [1, 2, 8, 123]
+
+
 def test_bad_values_reach_nothing_outside_their_row() -> None:
     """Where SGLang's kernels would read past the pool or the map, the column is -1 and the length is clamped."""
     pool = POOL.clone()

@@ -21,6 +21,7 @@ INPUTS = {  # int32 or int64
     "req_to_token_ptr", "pool_ptr", "req_pool_indices_ptr", "seq_lens_ptr", "kv_lens_ptr", "kv_start_ptr",
     "q_lens_ptr", "positions_ptr", "cu_seqlens_q_ptr", "num_reqs_ptr", "slots_ptr", "map_ptr",
     "generations_ptr", "page_map_ptr", "num_blocks_ptr", "block_sizes_ptr", "reach_ptr", "computed_ptr", "sharded_ptr",
+    "given_indptr_ptr",
 }  # fmt: skip
 OUTPUTS = {
     "page_table_ptr": "*i32",
@@ -36,6 +37,9 @@ OUTPUTS = {
     "num_splits_ptr": "*i32",
     "scratch_ptr": "*i32",
     "held_ptr": "*i64",
+    "kv_indptr_ptr": "*i32",
+    "kv_indices_ptr": "*i32",
+    "kv_last_page_len_ptr": "*i32",
     "next_positions_ptr": "*i64",
     "next_seq_lens_ptr": "*i32",
 }
@@ -47,10 +51,12 @@ INTS = {
     "page_map_stride", "page_map_size", "page_stride", "swa_stride",
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
+    "indptr_stride", "capacity",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
     "PAGE_SIZE": (64, 1, 48),
+    "ENTRY_SIZE": (1, 64),
     "PAGED": (True, False),
     "PAGE_MAP": (False, True),
     "WINDOWED": (True, False),
@@ -84,6 +90,7 @@ NEEDED_BY = {
     "_group_slot_mappings_kernel": {"cu_seqlens_q_ptr"},
 }
 OPTIONAL_BY = {
+    "csr_kernel": [{"given_indptr_ptr"}, {"map_ptr"}, {"kv_indptr_ptr", "kv_last_page_len_ptr"}],
     "_gather_block_tables_kernel": [{"reach_ptr", "block_sizes_ptr", "computed_ptr"}],
     "_group_slot_mappings_kernel": [{"sharded_ptr"}],
     "write_metadata_kernel": [{"cache_seqlens_ptr", "cu_k_ptr"}, {"cu_q_ptr"}, {"page_map_ptr"},

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel canno
 PEERS = {
     *("compiled_kv::write_metadata", "compiled_kv::gather_block_tables", "compiled_kv::gather_block_tables_out"),
     *("compiled_kv::group_slot_mappings", "compiled_kv::group_slot_mappings_out"),
+    *("compiled_kv::csr_tables", "compiled_kv::csr_tables_out", "compiled_kv::fill_kv_indices"),
     *("compiled_kv::advance_draft", "compiled_kv::advance_draft_in_place"),
 }
 SAMPLES = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_kv import capture
 from tests.cases import DEVICES
 from tests.conftest import INTERPRETED
 from tests.peer_calls import CALLS, Draw, check_call
@@ -63,6 +64,18 @@ def test_opcheck(operator: str, device: str) -> None:
         assert len(recorder.calls) == 1, "a public function calls one operator, once"
         function, args, kwargs = recorder.calls[0]
         assert set(torch.library.opcheck(function, args, kwargs).values()) == {"SUCCESS"}
+
+
+@compiles
+@operators
+def test_one_launch_and_no_copy_on_a_device(operator: str) -> None:
+    """Traced for CUDA: torch's mutation analysis finds nothing written but the outputs."""
+    pytest.importorskip("triton")
+    for seed in (1, 3):
+        given = CALLS[operator][1](Draw(seed, "cpu"))
+        graphs = capture(lambda given: CALLS[operator][0](**given), given, target="cuda:sm_90")
+        assert graphs.is_whole and graphs.fallbacks == ()
+        assert (sum(graphs.launches.values()), graphs.copied_bytes, graphs.host_reads) == (1, 0, [])
 
 
 @operators

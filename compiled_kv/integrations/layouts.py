@@ -7,14 +7,14 @@ from typing import Any, Generic, ParamSpec
 
 from torch import Tensor
 
-from compiled_kv.layout import KVLayout
+from compiled_kv.layout import INT32_MAX, KVLayout
 
 P = ParamSpec("P")
 
 
-def layout_of(pool: Tensor, width: int, page_size: int) -> KVLayout:
-    """The layout of a call that names none: lengths are bounded by the pool's row and the table's width."""
-    return KVLayout(page_size, min(pool.shape[1], width * page_size))
+def layout_of(page_size: int, *tokens: int) -> KVLayout:
+    """The layout of a call that names none: lengths are bounded by what its tensors hold."""
+    return KVLayout(page_size, min(*tokens, INT32_MAX))
 
 
 class Subscripted(Generic[P]):

@@ -12,6 +12,10 @@ from compiled_kv.integrations.sglang.graph_metadata import (
     update_trtllm_mha_graph_metadata,
     update_trtllm_mla_graph_metadata,
 )
+from compiled_kv.integrations.sglang.kv_indices import (
+    create_flashinfer_kv_indices_triton,
+    kv_indices_num_token_blocks,
+)
 from compiled_kv.integrations.sglang.page_tables import (
     build_trtllm_mha_page_table,
     create_flashmla_kv_indices_triton,
@@ -20,9 +24,11 @@ from compiled_kv.integrations.sglang.page_tables import (
 
 __all__ = [
     "build_trtllm_mha_page_table",
+    "create_flashinfer_kv_indices_triton",
     "create_flashmla_kv_indices_triton",
     "draft_extend_set_metadata",
     "get_num_kv_index_blocks_flashmla",
+    "kv_indices_num_token_blocks",
     "normal_decode_set_metadata",
     "update_trtllm_mha_graph_metadata",
     "update_trtllm_mla_graph_metadata",

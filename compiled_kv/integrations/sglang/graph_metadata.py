@@ -129,7 +129,7 @@ def _write(
     parts |= {name: table[:bs, :width] for name, table in parts.items() if name in ("page_table", "swa_page_table")}
     write_metadata(
         req_to_token, req_pool_indices[:bs], seq_lens[:bs], EngineMetadata(**parts),
-        layout=layout_of(req_to_token, width, page_size), seq_len_delta=delta,
+        layout=layout_of(page_size, req_to_token.shape[1], width * page_size), seq_len_delta=delta,
         q_len=q_len[:bs] if isinstance(q_len, Tensor) else q_len or 0, slots=slots, full_to_swa=full_to_swa,
         page_map=page_map, swa_page_map=swa_page_map, tail="clear" if clear else "keep",
     )  # fmt: skip

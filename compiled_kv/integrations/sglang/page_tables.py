@@ -29,7 +29,7 @@ def build_trtllm_mha_page_table(
     if (swa_page_table is None) != (full_to_swa is None):
         raise ValueError("swa_page_table and full_to_swa go together, got one of them")
     out = EngineMetadata(page_table=page_table, swa_page_table=swa_page_table)
-    layout = layout_of(req_to_token, page_table.shape[1], page_size)
+    layout = layout_of(page_size, req_to_token.shape[1], page_table.shape[1] * page_size)
     write_metadata(req_to_token, req_pool_indices, cache_seqlens, out, layout=layout, full_to_swa=full_to_swa)
 
 
@@ -54,7 +54,7 @@ def _create_flashmla_kv_indices(
     check_stride("kv_indices_ptr_stride", kv_indices_ptr_stride, kv_indices_ptr, "kv_indices_ptr")
     flashmla_kv_indices(
         req_to_token_ptr, req_pool_indices_ptr, page_kernel_lens_ptr, kv_start_idx, out=kv_indices_ptr, tail="keep",
-        layout=layout_of(req_to_token_ptr, kv_indices_ptr.shape[1], PAGED_SIZE),
+        layout=layout_of(PAGED_SIZE, req_to_token_ptr.shape[1], kv_indices_ptr.shape[1] * PAGED_SIZE),
     )  # fmt: skip
 
 

@@ -1,0 +1,46 @@
+"""The CPU body of the CSR operators, in torch calls of static shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_kv import rows_cpu as cpu
+
+
+def pages_of(given: Any, settings: Any) -> tuple[Tensor, Tensor]:
+    """Tokens and pages of each row, int64 [B]; none of a row that is padding."""
+    rows = given.req_pool_indices.long()
+    counted = cpu.iota(rows.shape[0], rows) < cpu.active_rows(given.num_reqs, rows.shape[0])
+    live = counted & (rows >= 0) & (rows < given.pool.shape[0])
+    lengths = cpu.clamped_length(given.kv_lens, 0, settings.cap).where(live, 0)
+    return lengths, cpu.floor_div(lengths + settings.page_size - 1, settings.page_size)
+
+
+def last_page_lens(lengths: Tensor, page_size: int) -> Tensor:
+    return torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
+
+
+def entries_of(given: Any, settings: Any, kv_indptr: Tensor, pages: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """int32 [capacity], 0 where no row owns an entry, and which entries a row owns."""
+    page_size, entry_size, _ = settings
+    entry = cpu.iota(capacity, pages)
+    row = torch.searchsorted(kv_indptr[1:].contiguous(), entry, right=True)
+    in_batch = row < pages.shape[0]
+    first = cpu.gather(kv_indptr, row, in_batch)
+    column = entry - first
+    written = in_batch & (first >= 0) & (column >= 0) & (column < cpu.gather(pages, row, in_batch))
+    position = column * page_size
+    if given.kv_start is not None:
+        start = given.kv_start.long().clamp(0, given.pool.shape[1] * entry_size)
+        position = position + cpu.gather(start, row, in_batch)
+    pool_row = cpu.gather(given.req_pool_indices, row, written)
+    slot = cpu.gather_rows(given.pool, pool_row, cpu.floor_div(position, entry_size), written)
+    if entry_size > 1:
+        page = cpu.page_of(slot, 1)
+        slot = torch.where(page < 0, -1, page * entry_size + position % entry_size)
+    if given.token_map is not None:
+        slot = cpu.gather(given.token_map, slot, slot >= 0)
+    return torch.where(written, cpu.page_of(slot, page_size), 0).int(), written

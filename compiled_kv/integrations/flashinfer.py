@@ -1,0 +1,79 @@
+"""Arguments of FlashInfer's decode calls, as it names them, built by the operators.
+
+    wrapper.plan(**plan_arguments(req_to_token, rows, seq_lens, layout=layout), num_qo_heads=32, ...)
+    trtllm_batch_decode_with_kv_cache(query, cache, workspace, **trtllm_decode_arguments(metadata, layout=layout))
+
+FlashInfer need not be installed. `plan` reads `indptr` back to the host, so it belongs outside a captured graph; what
+it takes here has fixed addresses where `out` is given. See docs/integrations/flashinfer_flashmla.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_kv.csr import Csr, csr_tables
+from compiled_kv.layout import KVLayout
+from compiled_kv.metadata_op import DecodeMetadata
+
+MLA_TOKEN_ALIGNMENT = 128
+
+
+def plan_arguments(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, layout: KVLayout,
+    num_reqs: Tensor | None = None, capacity: int | None = None, out: Csr | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What `BatchDecodeWithPagedKVCacheWrapper.plan` takes of the cache: the CSR form of the page table.
+
+    Args:
+        req_to_token: int [R, C]; req_pool_indices, seq_lens: int [B].
+        layout: page size and bounds.
+        num_reqs: int tensor, 0-d or [1], on the device: rows at and beyond it are empty.
+        capacity: entries of `indices`; room for B rows of layout.max_num_pages if absent.
+        out: (indptr int32 [B + 1], indices int32 [S], last_page_len int32 [B]), persistent buffers.
+
+    Returns:
+        indptr, indices, last_page_len and page_size.
+    """
+    indptr, indices, last_page_len = csr_tables(
+        req_to_token, req_pool_indices, seq_lens, layout=layout, num_reqs=num_reqs, capacity=capacity, out=out
+    )
+    return {"indptr": indptr, "indices": indices, "last_page_len": last_page_len, "page_size": layout.page_size}
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """Tokens of each row, int [B], from `kv_indptr` [B + 1] and `kv_last_page_len` [B]."""
+    return torch.clamp(kv_indptr.diff() - 1, min=0) * page_size + kv_last_page_len
+
+
+def trtllm_decode_arguments(metadata: DecodeMetadata, *, layout: KVLayout, swa: bool = False) -> dict[str, Any]:
+    """What `trtllm_batch_decode_with_kv_cache` takes of the cache; the bound is the host's, no length is read back.
+
+    Args:
+        metadata: of this step; `swa` picks the sliding-window layers' page table.
+        layout: the one that it was made with.
+
+    Returns:
+        block_tables int32 [B, P], seq_lens int32 [B] and max_seq_len.
+    """
+    table = metadata.swa_page_table if swa else metadata.page_table
+    if table is None:
+        raise ValueError("metadata.swa_page_table must be a tensor where swa is True, got None")
+    return {"block_tables": table, "seq_lens": metadata.cache_seqlens, "max_seq_len": layout.max_seqlen_k}
+
+
+def trtllm_mla_decode_arguments(metadata: DecodeMetadata, *, layout: KVLayout) -> dict[str, Any]:
+    """What `trtllm_batch_decode_with_kv_cache_mla` takes of the cache.
+
+    Raises:
+        ValueError: a row of the page table does not cover a multiple of 128 tokens, which the kernel asks for; choose
+            max_context_len + max_draft_tokens accordingly, or give `decode_metadata` a wider page table in `out`.
+    """
+    step = MLA_TOKEN_ALIGNMENT // math.gcd(MLA_TOKEN_ALIGNMENT, layout.page_size)
+    width = metadata.page_table.shape[1]
+    if width % step != 0:
+        raise ValueError(f"metadata.page_table must have a multiple of {step} columns, got {width}")
+    return trtllm_decode_arguments(metadata, layout=layout)

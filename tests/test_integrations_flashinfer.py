@@ -1,0 +1,189 @@
+"""FlashInfer's and FlashMLA's decode arguments: their names, dtypes, strides and alignment, and what they hold."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compiled_kv as ckv
+from compiled_kv import reference
+from compiled_kv.integrations import flash_mla, flashinfer
+from tests.cases import DEVICES, pool_of_pages
+from tests.harness import poisoned
+
+PS, KEPT = 4, 0x7EADBEEF
+POOL, BLOCKS = pool_of_pages(5, 7, PS)
+ROWS, LENS = [3, 1, 4], [5, 0, 22]
+LAYOUT = ckv.KVLayout(PS, 28)
+INDICES = [*BLOCKS[3, :2].tolist(), *BLOCKS[4, :6].tolist()]
+
+devices = pytest.mark.parametrize("device", DEVICES)
+dtypes = pytest.mark.parametrize(
+    "dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)], ids=["32-64", "64-32"]
+)
+
+
+def batch(device: str, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor, Tensor]:
+    rows, lens = torch.tensor(ROWS, dtype=dtypes[0]), torch.tensor(LENS, dtype=dtypes[1])
+    return POOL.to(device, dtypes[0]), rows.to(device), lens.to(device)
+
+
+@devices
+@dtypes
+def test_plan_takes_the_pages_of_each_row_in_turn(dtypes: Any, device: str) -> None:
+    given = flashinfer.plan_arguments(*batch(device, dtypes), layout=LAYOUT)
+    assert [*given] == ["indptr", "indices", "last_page_len", "page_size"]
+    assert {given[name].dtype for name in ("indptr", "indices", "last_page_len")} == {torch.int32}
+    assert (given["indptr"].tolist(), given["last_page_len"].tolist()) == ([0, 2, 2, 8], [1, 0, 2])
+    assert given["indices"].tolist() == INDICES + [0] * (3 * 7 - 8)
+    lengths = flashinfer.get_seq_lens(given["indptr"], given["last_page_len"], given["page_size"])
+    assert lengths.tolist() == LENS
+
+
+@devices
+def test_plan_fills_persistent_buffers(device: str) -> None:
+    """Padding rows are empty, and what no row owns is cleared for the replay after."""
+    out = tuple(poisoned((n,), torch.int32, device) for n in (4, 10, 3))
+    pool, rows, lens = batch(device, (torch.int32, torch.int32))
+    given = flashinfer.plan_arguments(pool, rows, lens, layout=LAYOUT, num_reqs=torch.tensor(1, device=device), out=out)
+    assert all(a is b for a, b in zip(list(given.values())[:3], out, strict=True))
+    assert [part.tolist() for part in out] == [[0, 2, 2, 2], INDICES[:2] + [0] * 8, [1, 0, 0]]
+
+
+@devices
+def test_rows_beyond_the_capacity_are_cut(device: str) -> None:
+    given = flashinfer.plan_arguments(*batch(device, (torch.int64, torch.int64)), layout=LAYOUT, capacity=5)
+    assert given["indptr"].tolist() == [0, 2, 2, 5]
+    assert given["indices"].tolist() == INDICES[:5]
+
+
+def test_seq_lens_are_those_of_flashinfers_own_rule() -> None:
+    found = flashinfer.get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([16, 0, 1]), 16)
+    assert found.tolist() == [48, 0, 1]
+
+
+def metadata(layout: ckv.KVLayout, **options: Any) -> ckv.DecodeMetadata:
+    pool = torch.arange(5 * layout.max_seqlen_k).view(5, -1)
+    return ckv.decode_metadata(pool, torch.tensor(ROWS), torch.tensor(LENS), layout=layout, **options)
+
+
+def test_trtllm_decode_takes_bounds_from_the_layout() -> None:
+    made = metadata(LAYOUT, full_to_swa=torch.arange(400).flip(0))
+    given = flashinfer.trtllm_decode_arguments(made, layout=LAYOUT)
+    assert [*given] == ["block_tables", "seq_lens", "max_seq_len"]
+    assert given["block_tables"] is made.page_table and given["seq_lens"] is made.cache_seqlens
+    assert given["block_tables"].dtype == given["seq_lens"].dtype == torch.int32
+    assert given["max_seq_len"] == 28 and type(given["max_seq_len"]) is int
+    assert flashinfer.trtllm_decode_arguments(made, layout=LAYOUT, swa=True)["block_tables"] is made.swa_page_table
+    with pytest.raises(ValueError, match="swa_page_table must be a tensor where swa is True, got None"):
+        flashinfer.trtllm_decode_arguments(metadata(LAYOUT), layout=LAYOUT, swa=True)
+
+
+@pytest.mark.parametrize(("page_size", "tokens", "fits"), [(32, 256, True), (32, 160, False), (64, 192, False)])
+def test_trtllm_mla_decode_asks_for_rows_of_whole_128_tokens(page_size: int, tokens: int, fits: bool) -> None:
+    layout = ckv.KVLayout(page_size, tokens)
+    if fits:
+        given = flashinfer.trtllm_mla_decode_arguments(metadata(layout), layout=layout)
+        assert given["block_tables"].shape[1] * page_size % 128 == 0
+    else:
+        with pytest.raises(ValueError, match=r"must have a multiple of \d columns"):
+            flashinfer.trtllm_mla_decode_arguments(metadata(layout), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sms", "heads", "parts"),
+    [
+        ("dense_sm90", 132, (128, 1, 1), 66),
+        ("dense_sm90", 132, (128, 1, 2), 33),
+        ("dense_sm90", 132, (16, 2, 1), 66),
+        ("dense_sm90", 2, (128, 8, 1), 1),
+        ("sparse_sm90", 132, (128, 1, 1), 66),
+        ("sparse_sm90", 132, (64, 1, 2), 66),
+        ("sparse_sm100", 148, (128, 1, 2), 74),
+    ],
+)
+def test_number_of_parts(kind: str, sms: int, heads: tuple[int, int, int], parts: int) -> None:
+    q, k, q_len = heads
+    assert flash_mla.num_sm_parts(kind, num_sms=sms, num_heads_q=q, num_heads_k=k, q_len=q_len) == parts
+
+
+def test_the_older_metadata_function_counts_tokens() -> None:
+    lengths = torch.tensor([192, 64, 1280, 0], dtype=torch.int32)
+    found = flash_mla.get_mla_metadata(lengths, 128, 1, num_sms=4)
+    wanted = reference.flashmla_schedule(lengths, num_sm_parts=2, form="legacy_tokens")
+    assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
+    assert found[0].shape == (2, 8) and found[0].is_contiguous() and found[1].dtype == torch.int32
+
+
+@dataclass
+class ScheduleObject:
+    """The fields of the newer releases' object, as their first call leaves them empty."""
+
+    have_initialized: bool = False
+    config: Any = None
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+
+
+LENGTHS = torch.tensor([192, 64, 1280], dtype=torch.int32)
+
+
+def test_a_schedule_object_holds_persistent_tensors() -> None:
+    schedule = ckv.flashmla_schedule(LENGTHS, num_sm_parts=2)
+    held = flash_mla.fill_schedule(ScheduleObject(), *schedule)
+    assert held.config is None and not held.have_initialized  # its first call still checks the shapes
+    ckv.flashmla_schedule(LENGTHS.flip(0), num_sm_parts=2, out=schedule)
+    wanted = reference.flashmla_schedule(LENGTHS.flip(0), num_sm_parts=2)
+    assert [held.tile_scheduler_metadata.tolist(), held.num_splits.tolist()] == [part.tolist() for part in wanted]
+    with pytest.raises(ValueError, match="must not have been through a call"):
+        flash_mla.fill_schedule(ScheduleObject(have_initialized=True), *schedule)
+    with pytest.raises(TypeError, match="got none named tile_scheduler_metadata or num_splits"):
+        flash_mla.fill_schedule(object(), *schedule)
+
+
+def test_decode_arguments_of_flashmla() -> None:
+    layout = ckv.KVLayout(64, 256)
+    made = metadata(layout)
+    schedule = ckv.flashmla_schedule(made.cache_seqlens, num_sm_parts=2)
+    given = flash_mla.decode_arguments(made, *schedule, page_size=layout.page_size)
+    assert [*given] == ["block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits"]
+    assert given["block_table"] is made.page_table and made.page_table.stride(1) == 1
+    assert given["cache_seqlens"].is_contiguous() and given["cache_seqlens"].dtype == torch.int32
+    assert (given["tile_scheduler_metadata"], given["num_splits"]) == schedule
+    held = flash_mla.fill_schedule(ScheduleObject(), *schedule)
+    given = flash_mla.decode_arguments(made, held)
+    assert given["tile_scheduler_metadata"] is held and given["num_splits"] is None
+    with pytest.raises(ValueError, match="page_size must be 64 for FlashMLA, got 32"):
+        flash_mla.decode_arguments(made, *schedule, page_size=32)
+    with pytest.raises(ValueError, match="num_splits goes with a tensor schedule"):
+        flash_mla.decode_arguments(made, held, schedule[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
+def test_the_installed_flashinfer_takes_what_is_built() -> None:
+    """Skipped where FlashInfer is not installed: its decode kernel over our CSR form matches dense attention."""
+    package = pytest.importorskip("flashinfer")
+    heads, dim, page_size = 4, 64, 16
+    layout = ckv.KVLayout(page_size, 128)
+    pool, _ = pool_of_pages(5, layout.max_num_pages, page_size)
+    rows, lens = torch.tensor(ROWS, device="cuda"), torch.tensor([5, 17, 120], device="cuda")
+    pages = int(pool.max()) // page_size + 1
+    cache = torch.randn(pages, 2, page_size, heads, dim, dtype=torch.bfloat16, device="cuda")
+    query = torch.randn(3, heads, dim, dtype=torch.bfloat16, device="cuda")
+    wrapper = package.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device="cuda"), "NHD")
+    given = flashinfer.plan_arguments(pool.cuda(), rows, lens, layout=layout)
+    assert {*given} <= {*inspect.signature(wrapper.plan).parameters}
+    wrapper.plan(num_qo_heads=heads, num_kv_heads=heads, head_dim=dim, q_data_type=torch.bfloat16, **given)
+    found = wrapper.run(query, cache)
+    flat = cache.transpose(0, 1).reshape(2, -1, heads, dim)
+    for i, (row, length) in enumerate(zip(ROWS, lens.tolist(), strict=True)):
+        keys, values = flat[:, pool[row, :length].cuda()].float()
+        scores = torch.einsum("hd,khd->hk", query[i].float(), keys) / dim**0.5
+        wanted = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+        torch.testing.assert_close(found[i].float(), wanted, atol=2e-2, rtol=2e-2)
