@@ -11,7 +11,7 @@ from compiled_kv.rows_triton import active_rows, clamped_length, load_at, page_o
 
 
 @device_function
-def _slots_at(pool_row_ptr, pool_stride, pool_width, position, mask, ENTRY_SIZE: tl.constexpr):
+def slots_at(pool_row_ptr, pool_stride, pool_width, position, mask, ENTRY_SIZE: tl.constexpr):
     """Slot of each position; the pool has an entry for each ENTRY_SIZE of them."""
     column = position // ENTRY_SIZE
     entry = load_at(pool_row_ptr, column, pool_stride, mask & (column < pool_width), -1)
@@ -81,7 +81,7 @@ def csr_kernel(
         for begin in range(part * BLOCK, count, parts * BLOCK):
             column = begin + tl.arange(0, BLOCK)
             owned = column < count
-            slot = _slots_at(pool_row_ptr, pool_stride, pool_width, start + column * PAGE_SIZE, owned, ENTRY_SIZE)
+            slot = slots_at(pool_row_ptr, pool_stride, pool_width, start + column * PAGE_SIZE, owned, ENTRY_SIZE)
             if map_ptr is not None:
                 slot = through_map(slot, map_ptr, map_stride, map_size, owned)
             tl.store(kv_indices_ptr + first + column, page_of(slot, PAGE_SIZE), mask=owned)

@@ -218,3 +218,33 @@ def fill_kv_indices(pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_
             )
     store(indices, kv_indices)
     return kv_indices
+
+
+def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, num_steps: int, topk: int = 1,
+                     layout: KVLayout, positions: Tensor | None = None, entry_page_size: int = 1,
+                     capacity: int | None = None, out: Any = None, tail: str = "clear") -> Any:  # fmt: skip
+    """kv_indptr and kv_indices of every draft step."""
+    rows, page_size, cap = req_pool_indices.tolist(), layout.page_size, layout.max_seqlen_k
+    good = [0 <= row < len(pool) for row in rows]
+    lengths = [min(max(n, 0), cap) if ok else 0 for n, ok in zip(seq_lens.tolist(), good, strict=True)]
+    branches = [n for n in lengths for _ in range(topk)]
+    shown = branches if positions is None else [min(max(n, 0), cap) for n in positions.tolist()]
+    if out is None:
+        room = len(branches) * (cap + num_steps) if capacity is None else capacity
+        widths = (len(branches) + 1, room)
+        out = tuple(torch.zeros(num_steps, width, dtype=torch.int32) for width in widths)
+    room, indptr, indices = out[1].shape[1], [], out[1].tolist()
+    for step in range(num_steps):
+        indptr.append([min(total, room) for total in sums([n + step + 1 for n in shown])])
+        line: list[int] = []
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            pages = ceil_div(length % page_size + num_steps, page_size)
+            for k in range(topk):
+                begin = (length // page_size + k * pages) * page_size + length % page_size
+                for position in [*range(length), *range(begin, begin + step + 1)]:
+                    found = pages_of_row(pool.tolist(), row, 1, position, 1, entry_page_size, None) if good[i] else [-1]
+                    line += found
+        indices[step] = (line + (indices[step][len(line) :] if tail == "keep" else [0] * room))[:room]
+    store(indptr, out[0])
+    store(indices, out[1])
+    return out

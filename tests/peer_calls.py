@@ -15,6 +15,7 @@ from torch import Tensor
 from compiled_kv import reference_peers
 from compiled_kv.block_tables import gather_block_tables
 from compiled_kv.csr import csr_tables, fill_kv_indices
+from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.draft_steps import advance_draft, advance_draft_
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
 from compiled_kv.group_slots import group_slot_mappings
@@ -194,18 +195,42 @@ def draw_fill_kv_indices(draw: Draw) -> dict[str, Any]:
     return given | {"kv_indptr": draw.plain(bounds), "kv_indices": indices}
 
 
+def draw_draft_kv_indices(draw: Draw) -> dict[str, Any]:
+    batch, rows, topk, steps = draw.randrange(4), draw.randrange(1, 4), draw.choice((1, 2, 3)), draw.randrange(1, 4)
+    layout, entry_page_size = KVLayout(draw.choice((1, 3, 4)), draw.randrange(14)), draw.choice((1, 1, 2))
+    width = -(-layout.max_seqlen_k // entry_page_size) + draw.choice((0, 4, 12))
+    room, out = draw.choice((0, 11, 120)), None
+    if draw.random() < 0.6:
+        dtype = draw.choice((torch.int32, torch.int64))
+        out = (draw.out(torch.int32, steps, batch * topk + 1), draw.out(dtype, steps, room))
+    return {
+        "pool": draw.ints(0, 80, rows, width),
+        "req_pool_indices": draw.ints(0, rows, batch),
+        "seq_lens": draw.ints(0, 15, batch),
+        "num_steps": steps,
+        "topk": topk,
+        "layout": layout,
+        "positions": draw.maybe(draw.ints(0, 15, batch * topk)),
+        "entry_page_size": entry_page_size,
+        "capacity": draw.maybe(room) if out is None else None,
+        "out": out,
+        "tail": "clear" if out is None else draw.choice(("keep", "clear")),
+    }
+
+
+IN_PLACE = ("advance_draft_", "fill_kv_indices")
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[Draw], dict[str, Any]]]] = {
     "write_metadata": (write_metadata, draw_write_metadata),
     "gather_block_tables": (gather_block_tables, draw_gather_block_tables),
     "group_slot_mappings": (group_slot_mappings, draw_group_slot_mappings),
     "csr_tables": (csr_tables, draw_csr_tables),
     "fill_kv_indices": (fill_kv_indices, draw_fill_kv_indices),
+    "draft_kv_indices": (draft_kv_indices, draw_draft_kv_indices),
     "advance_draft": (advance_draft, draw_advance_draft),
     "advance_draft_": (advance_draft_, draw_advance_draft_),
 }
-
-
-IN_PLACE = ("advance_draft_", "fill_kv_indices")
 
 
 def outputs_of(result: Any, given: dict[str, Any]) -> list[Tensor]:

@@ -277,6 +277,52 @@ def test_number_of_token_blocks_is_bounded_by_the_programs() -> None:
     assert blocks == [1, 2, 8, 123]
 
 
+def draft_on_paper(lengths: list[int], topk: int, steps: int, page_size: int) -> list[list[list[int]]]:
+    """Slots of each branch in each step."""
+    found: list[list[list[int]]] = [[] for _ in range(steps)]
+    for it in range(steps):
+        for row, length in zip(ROWS, lengths):
+            for k in range(topk):
+                begin = length + k * steps
+                if page_size > 1 and topk > 1:
+                    last = length % page_size
+                    begin = length // page_size * page_size + k * ceil_div(last + steps, page_size) * page_size + last
+                slots = POOL.tolist()[row]
+                found[it].append(slots[:length] + slots[begin : begin + it + 1])
+    return found
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 2)])
+def test_draft_indices_of_every_step(topk: int, page_size: int, dtypes: Any, device: str) -> None:
+    """Prefixes are shared by a request's branches, whose own tokens lie apart; what lies behind is kept."""
+    steps, lengths = 3, [5, 0, 7]
+    pool, rows, _ = batch(device, *dtypes)
+    lens = torch.tensor(lengths, dtype=dtypes[1], device=device)
+    positions = lens.repeat_interleave(topk)
+    indices, indptr = table(device, steps, 120), table(device, steps, 3 * topk + 3)
+    kernel = sglang.generate_draft_decode_kv_indices[(steps, 3, topk)]
+    strides = pool.stride(0), indices.stride(0), indptr.stride(0)
+    kernel(rows, pool, lens, indices, indptr, positions, *strides, 4, 4, 16, page_size)
+    for it, branches in enumerate(draft_on_paper(lengths, topk, steps, page_size)):
+        assert indptr[it].tolist() == [*[sum(map(len, branches[:z])) for z in range(3 * topk + 1)], KEPT, KEPT]
+        assert indices[it].tolist() == line([slot for slots in branches for slot in slots], 120)
+    assert is_clean_around(indices) and is_clean_around(indptr)
+
+
+def test_draft_indices_take_their_steps_from_num_steps() -> None:
+    pool, rows, lens = batch("cpu", torch.int32, torch.int64)
+    indices, indptr = table("cpu", 3, 60), table("cpu", 3, 4)
+    strides = pool.stride(0), indices.stride(0), indptr.stride(0)
+    kernel = sglang.generate_draft_decode_kv_indices[(8, 3, 1)]
+    kernel(rows, pool, lens, indices, indptr, lens, *strides, 4, 4, 4, 4, NUM_STEPS=2)
+    assert indptr.tolist() == [[0, 6, 7, 30], [0, 7, 9, 33], [KEPT] * 4]
+    assert (indices[2] == KEPT).all()
+    with pytest.raises(ValueError, match="window_size, sink_size, v2p and TRANSLATE must be left out"):
+        kernel(rows, pool, lens, indices, indptr, lens, *strides, 4, 4, 4, 4, window_size=8)
+
+
 def test_bad_values_reach_nothing_outside_their_row() -> None:
     """Where SGLang's kernels would read past the pool or the map, the column is -1 and the length is clamped."""
     pool = POOL.clone()

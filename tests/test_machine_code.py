@@ -21,7 +21,7 @@ INPUTS = {  # int32 or int64
     "req_to_token_ptr", "pool_ptr", "req_pool_indices_ptr", "seq_lens_ptr", "kv_lens_ptr", "kv_start_ptr",
     "q_lens_ptr", "positions_ptr", "cu_seqlens_q_ptr", "num_reqs_ptr", "slots_ptr", "map_ptr",
     "generations_ptr", "page_map_ptr", "num_blocks_ptr", "block_sizes_ptr", "reach_ptr", "computed_ptr", "sharded_ptr",
-    "given_indptr_ptr",
+    "given_indptr_ptr", "branch_lens_ptr",
 }  # fmt: skip
 OUTPUTS = {
     "page_table_ptr": "*i32",
@@ -51,7 +51,7 @@ INTS = {
     "page_map_stride", "page_map_size", "page_stride", "swa_stride",
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
-    "indptr_stride", "capacity",
+    "indptr_stride", "capacity", "branch_stride", "indptr_row_stride", "indices_row_stride", "topk", "num_steps",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -83,6 +83,7 @@ OPTIONAL = [
     {"map_ptr", "swa_page_table_ptr", "swa_slot_mapping_ptr"},
     {"slot_mapping_ptr", "swa_slot_mapping_ptr", "slots_ptr"},
 ]
+FROM_TOKEN_POOL = {"_page_table_kernel", "_swa_page_table_kernel", "decode_metadata_kernel"}
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
 READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
 NEEDED_BY = {
@@ -90,6 +91,7 @@ NEEDED_BY = {
     "_group_slot_mappings_kernel": {"cu_seqlens_q_ptr"},
 }
 OPTIONAL_BY = {
+    "_draft_kv_indices_kernel": [{"branch_lens_ptr"}],
     "csr_kernel": [{"given_indptr_ptr"}, {"map_ptr"}, {"kv_indptr_ptr", "kv_last_page_len_ptr"}],
     "_gather_block_tables_kernel": [{"reach_ptr", "block_sizes_ptr", "computed_ptr"}],
     "_group_slot_mappings_kernel": [{"sharded_ptr"}],
@@ -114,6 +116,9 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     types |= {name: f"*{width}" for name in names if name in INPUTS | READ_BY.get(kernel.__name__, set())}
     types |= {name: width for name in names if name in INTS}
     common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS}
+    page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
+    if kernel.__name__ in FROM_TOKEN_POOL:
+        common["BLOCK"] = launch.columns_a_turn(int(str(page_size)))
     nones = dict.fromkeys(absent)
     return Case(kernel, {k: v for k, v in types.items() if k not in nones}, {**common, **constants, **nones})
 
@@ -128,6 +133,8 @@ def cases_of(kernel: Any) -> Iterator[tuple[str, Case]]:
         yield f"without-{min(group).removesuffix('_ptr')}", specialise(kernel, "i32", group)
     if len(groups) > 1:
         yield "bare", specialise(kernel, "i64", set().union(*groups))
+    if "PAGE_SIZE" in kernel.arg_names:  # where programs take the most columns
+        yield "bare-PAGE_SIZE=1", specialise(kernel, "i32", set().union(*groups), PAGE_SIZE=1)
     # torch 2.11's mutation analysis compiles a kernel with its ints as constants.
     folded = specialise(kernel, "i32")
     ints = {name: 16 for name in folded.types if name in INTS}
@@ -174,6 +181,12 @@ def test_kernel_builds_for_sm_90(name):
 @pytest.mark.parametrize("target", sorted(set(codegen.TARGETS) - {"sm_90"}))
 @pytest.mark.parametrize("name", sorted(name for name in CASES if name.endswith(REPRESENTATIVE)))
 def test_kernel_builds_elsewhere(name, target):
+    assert build(name, target).binary.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+@pytest.mark.parametrize("name", sorted(name for name in CASES if name.endswith("-PDL=True")))
+def test_kernel_with_dependent_launch_builds_beyond_sm_90(name, target):
     assert build(name, target).binary.startswith(b"\x7fELF")
 
 

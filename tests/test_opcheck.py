@@ -22,6 +22,7 @@ PEERS = {
     *("compiled_kv::write_metadata", "compiled_kv::gather_block_tables", "compiled_kv::gather_block_tables_out"),
     *("compiled_kv::group_slot_mappings", "compiled_kv::group_slot_mappings_out"),
     *("compiled_kv::csr_tables", "compiled_kv::csr_tables_out", "compiled_kv::fill_kv_indices"),
+    *("compiled_kv::draft_kv_indices", "compiled_kv::draft_kv_indices_out"),
     *("compiled_kv::advance_draft", "compiled_kv::advance_draft_in_place"),
 }
 SAMPLES = {

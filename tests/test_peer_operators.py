@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from compiled_kv import capture
+from compiled_kv import KVLayout, capture
+from compiled_kv.block_tables import gather_block_tables
+from compiled_kv.csr import csr_tables
+from compiled_kv.draft_indices import draft_kv_indices
+from compiled_kv.draft_steps import advance_draft
+from compiled_kv.group_slots import group_slot_mappings
 from tests.cases import DEVICES
 from tests.conftest import INTERPRETED
 from tests.peer_calls import CALLS, Draw, check_call
@@ -64,6 +70,27 @@ def test_opcheck(operator: str, device: str) -> None:
         assert len(recorder.calls) == 1, "a public function calls one operator, once"
         function, args, kwargs = recorder.calls[0]
         assert set(torch.library.opcheck(function, args, kwargs).values()) == {"SUCCESS"}
+
+
+@compiles
+def test_one_graph_serves_every_batch_size() -> None:
+    pool, tables = torch.arange(6 * 31).view(6, 31), torch.arange(2 * 6 * 9).view(2, 6, 9)
+    counts, sizes, layout = torch.full((2, 6), 5), torch.tensor([4, 8]), KVLayout(4, 28)
+
+    def step(rows: Tensor, lens: Tensor, bounds: Tensor, positions: Tensor) -> list[Tensor]:
+        blocks = gather_block_tables(tables, counts, rows)
+        slots = group_slot_mappings(tables, sizes, rows, bounds, positions)
+        drafts = draft_kv_indices(pool, rows, lens, num_steps=2, topk=3, layout=layout)
+        advanced = advance_draft(lens, blocks[0], lens, page_size=4, max_context_len=28)
+        return [blocks, slots, *csr_tables(pool, rows, lens, layout=layout), *drafts, *advanced]
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for size in (3, 5, 2):
+            rows = torch.arange(size) + 1
+            given = rows, rows * 3, torch.arange(size + 1) * 7, torch.arange(size * 7) % 20
+            found, wanted = compiled(*given), step(*given)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @compiles

@@ -6,6 +6,7 @@ Arguments, their order, and what is written and what is left alone are those of 
 outside a table or follow a slot of none, these give -1: see docs/integrations/sglang.md.
 """
 
+from compiled_kv.integrations.sglang.draft_indices import generate_draft_decode_kv_indices
 from compiled_kv.integrations.sglang.graph_metadata import (
     draft_extend_set_metadata,
     normal_decode_set_metadata,
@@ -27,6 +28,7 @@ __all__ = [
     "create_flashinfer_kv_indices_triton",
     "create_flashmla_kv_indices_triton",
     "draft_extend_set_metadata",
+    "generate_draft_decode_kv_indices",
     "get_num_kv_index_blocks_flashmla",
     "kv_indices_num_token_blocks",
     "normal_decode_set_metadata",

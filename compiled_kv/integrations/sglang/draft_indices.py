@@ -1,0 +1,58 @@
+"""Token indices of every step of a multi-step draft, as SGLang's draft workers fill them before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from compiled_kv.draft_indices import draft_kv_indices
+from compiled_kv.integrations.layouts import check_stride
+from compiled_kv.layout import KVLayout
+
+
+def _generate(
+    grid: tuple[int, int, int], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
+    kv_indices: Tensor, kv_indptr: Tensor, positions: Tensor, pool_len: int, kv_indices_stride: int,
+    kv_indptr_stride: int, bs_upper: int, iter_upper: int, num_tokens_upper: int, page_size: int,
+    window_size: int = 0, sink_size: int = 0, NUM_STEPS: int = 0, ENTRY_PAGE_SIZE: int = 1,
+    v2p: Tensor | None = None, TRANSLATE: bool = False,
+) -> None:  # fmt: skip
+    """Write `kv_indptr` and `kv_indices` of each step: a request's tokens, then those of the branch so far.
+
+    Args:
+        grid: (steps, bs, topk), or (programs, bs, topk) where NUM_STEPS says the steps.
+        req_pool_indices, paged_kernel_lens: int [bs]; req_to_token: int [R, C], or pages where ENTRY_PAGE_SIZE > 1.
+        kv_indices: int32 or int64 [steps, S], entries past the last branch's keep their values.
+        kv_indptr: int32 [steps, bs * topk + 1] or wider, from 0 on.
+        positions: int [bs * topk], the lengths that kv_indptr adds up.
+        pool_len, kv_indices_stride, kv_indptr_stride: row strides, for the kernel's sake.
+        bs_upper, iter_upper, num_tokens_upper: of the kernel's blocks; not used.
+        page_size: branches of a request lie on pages of their own.
+
+    Raises:
+        ValueError: a window, sinks or a page map is asked for; these are not covered.
+    """
+    if window_size or sink_size or v2p is not None or TRANSLATE:
+        raise ValueError("window_size, sink_size, v2p and TRANSLATE must be left out: they are not covered")
+    check_stride("pool_len", pool_len, req_to_token, "req_to_token")
+    check_stride("kv_indices_stride", kv_indices_stride, kv_indices, "kv_indices")
+    check_stride("kv_indptr_stride", kv_indptr_stride, kv_indptr, "kv_indptr")
+    steps, bs, topk = NUM_STEPS or grid[0], grid[1], grid[2]
+    draft_kv_indices(
+        req_to_token, req_pool_indices[:bs], paged_kernel_lens[:bs], num_steps=steps, topk=topk,
+        layout=KVLayout(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE), positions=positions[: bs * topk],
+        entry_page_size=ENTRY_PAGE_SIZE, out=(kv_indptr[:steps, : bs * topk + 1], kv_indices[:steps]), tail="keep",
+    )  # fmt: skip
+
+
+class _DraftKernel:
+    """Called as `name[grid](...)`; the grid says how many steps, requests and branches there are."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return partial(_generate, grid)
+
+
+generate_draft_decode_kv_indices = _DraftKernel()
+generate_draft_decode_kv_indices.__doc__ = _generate.__doc__
