@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import compiled_kv as ckv
-from compiled_kv.demo import serving, speculative
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.demo import decoding, serving
 from compiled_kv.demo.loop import Loop
 from compiled_kv.demo.requests import Request
 from compiled_kv.demo.workload import Workload, make_requests, plan
@@ -22,7 +22,7 @@ from compiled_kv.models.step import PagedCausalLM, View
 from compiled_kv.request_traces import Lengths
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-GOOD = {"view": PagedCausalLM.view, "forward": PagedCausalLM.forward}
+GOOD = {"view": PagedCausalLM.view}
 
 
 def changed_view(change: Callable[[View], View], kind: str | None = None) -> Plant:
@@ -48,12 +48,12 @@ def slot_before(view: View) -> View:
 
 
 def shorter_by_one(patch: pytest.MonkeyPatch) -> None:
-    def forward(
-        self: PagedCausalLM, token_ids: Tensor, rows: Tensor, seq_lens: Tensor, *args: Any, **more: Any
-    ) -> Tensor:
-        return GOOD["forward"](self, token_ids, rows, seq_lens - 1, *args, **more)
+    good = decoding.batch_of
 
-    patch.setattr(PagedCausalLM, "forward", forward)
+    def batch_of(runs: Any, seq_lens: Sequence[int], tokens: Any) -> DecodeBatch:
+        return good(runs, [length - 1 for length in seq_lens], tokens)
+
+    patch.setattr(decoding, "batch_of", batch_of)
 
 
 def wider_window(patch: pytest.MonkeyPatch) -> None:
@@ -94,27 +94,44 @@ def forgotten_rollback(patch: pytest.MonkeyPatch) -> None:
 
 
 def verify_too_far(patch: pytest.MonkeyPatch) -> None:
-    shift_delta(patch, "verify")
+    shift_delta(patch, lambda buffers, stage: buffers.seq_len_delta > 0 and not stage)
 
 
 def draft_too_far(patch: pytest.MonkeyPatch) -> None:
-    shift_delta(patch, "draft-step")
+    shift_delta(patch, lambda buffers, stage: "q_len" in stage and "seq_lens" not in stage)
 
 
-def shift_delta(patch: pytest.MonkeyPatch, step: str) -> None:
-    class Shifted(speculative.CompiledStep):
-        def __init__(self, name: str, *args: Any, seq_len_delta: int = 0) -> None:
-            super().__init__(name, *args, seq_len_delta=seq_len_delta + name.startswith(step))
+def shift_delta(patch: pytest.MonkeyPatch, meant: Callable[[DecodeBuffers, dict[str, Any]], bool]) -> None:
+    """One token too many is added to the lengths of the stage that is meant."""
 
-    patch.setattr(speculative, "CompiledStep", Shifted)
+    class Shifted(DecodeBuffers):
+        def metadata(self, batch_size: int, seq_len_delta: int | None = None, **stage: Any) -> Any:
+            delta = self.seq_len_delta if seq_len_delta is None else seq_len_delta
+            return super().metadata(batch_size, delta + meant(self, stage), **stage)
+
+    patch.setattr(decoding, "DecodeBuffers", Shifted)
+
+
+def one_generation(patch: pytest.MonkeyPatch) -> None:
+    """A row is given to another request under the generation that it had."""
+    good = Allocator.admit
+
+    def admit(self: Allocator, tokens: Sequence[int]) -> tuple[Holding, int] | None:
+        admitted = good(self, tokens)
+        if admitted is not None:
+            admitted[0].generation = 1
+        return admitted
+
+    patch.setattr(Allocator, "admit", admit)
 
 
 def work_for(name: str, draft_tokens: int) -> Workload:
-    """Five requests with nothing in common, four at a time, each longer than two windows in the end."""
+    """Seven requests without a common prefix, for four rows and 45 % of their pages, each longer than two windows at
+    last."""
     arch = architecture(name)
-    requests = make_requests([Lengths(20 + i, 32) for i in range(5)], arch, seed=5)
+    requests = make_requests([Lengths(20 + i, 32) for i in range(7)], arch, seed=5)
     own = [Request(request.prompt[-(20 + i) :], request.new_tokens) for i, request in enumerate(requests)]
-    return plan(own, arch, batch=4, chunk=16, draft_tokens=draft_tokens, pool=0.9)
+    return plan(own, arch, batch=4, chunk=16, draft_tokens=draft_tokens, pool=0.45)
 
 
 def tokens_of(name: str, draft_tokens: int = 0) -> tuple[list[list[int]], int]:
@@ -122,13 +139,8 @@ def tokens_of(name: str, draft_tokens: int = 0) -> tuple[list[list[int]], int]:
     arch, work = architecture(name), work_for(name, draft_tokens)
     model = arch.build(seed=5)
     draft = work.paged(arch, arch.draft(model)) if draft_tokens else None
-    with compiler_off():
-        result = serving.run(name, work.paged(arch, model), work, "eager", lambda what, count: None, draft)
+    result = serving.run(name, work.paged(arch, model), work, None, lambda what, count: None, draft)
     return result.served, result.drafts_accepted
-
-
-def compiler_off() -> AbstractContextManager[None]:
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +163,7 @@ FAULTS: dict[str, tuple[str, int, Plant]] = {
     "one-latent-page-swapped": ("deepseek_v3", 0, changed_view(swapped_page)),
     "one-sliding-page-swapped": ("gemma3", 0, changed_view(swapped_page, SLIDING)),
     "window-off-by-one": ("gemma3", 0, wider_window),
+    "generation-never-raised": ("llama", 0, one_generation),
     "stale-sliding-id": ("gemma3", 0, stale_sliding_id),
     "verify-delta-off-by-one": ("llama", 4, verify_too_far),
     "rollback-forgotten": ("llama", 4, forgotten_rollback),

@@ -11,18 +11,22 @@ from click.testing import CliRunner, Result
 
 from compiled_kv.cli import main
 from compiled_kv.demo import serving
+from compiled_kv.demo.decoding import buckets, buffers_for
 from compiled_kv.demo.report import complaints
 from compiled_kv.demo.serving import run, serve
+from compiled_kv.demo.speculative import verification
 from compiled_kv.demo.workload import Workload, make_requests, plan
 from compiled_kv.models import NAMES, architecture
 from compiled_kv.models.allocator import Allocator
 from compiled_kv.request_traces import Lengths
+from compiled_kv.tracing.graphs import capture
+from tests.cases import DEVICES, needs_cuda
 
 # Prompts shorter and longer than a chunk, a page and Gemma's window of 24; outputs from one token to several windows.
 CONTEXTS = 3, 90, 1, 40, 64, 17, 100, 30, 5, 50
 GENERATED = 30, 12, 1, 60, 5, 20, 9, 40, 64, 1
 LENGTHS = [Lengths(*pair) for pair in zip(CONTEXTS, GENERATED)]
-DRAFTS = {"plain": 0, "speculative": 3}
+DRAFTS = {"plain": 0, "speculative": 4}
 
 
 def workload(name: str, draft_tokens: int = 0) -> Workload:
@@ -50,10 +54,21 @@ def test_every_token_is_the_reference_s(result: serving.Result) -> None:
 
 
 def test_every_step_is_one_graph_that_ran_in_every_call(result: serving.Result) -> None:
-    for step in result.steps:
-        assert len(step.graphs) == 1 and step.graph_calls == step.calls > 1, step.name
-        assert (step.metadata_launches, step.host_reads) == (1, 0), step.name
+    """For every batch size: also where the batch is as wide as the drafts are many."""
+    assert [step.graphs.batch_sizes for step in result.steps] == [[2, 4]] * 2
+    for part in result.parts:
+        assert len(part.graphs) == 1 and part.graph_calls == part.calls > 1, part.name
+        assert (part.metadata_launches, part.host_reads) == (1, 0), part.name
+    assert all(step.served > 1 and step.strays == {} and step.graphs.captured == 0 for step in result.steps)
     assert result.graph_breaks == 0 and result.ok and complaints(result) == []
+
+
+def test_a_call_beside_the_served_batches_is_seen(result: serving.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = result.parts[-1]
+    monkeypatch.setattr(part, "calls", part.calls + 1)
+    monkeypatch.setattr(part, "graph_calls", part.graph_calls + 1)
+    assert not result.ok
+    assert complaints(result) == [f"step {part.name}: called 1 times more than serving takes"]
 
 
 def test_requests_are_evicted_share_prefixes_and_reuse_pages(result: serving.Result) -> None:
@@ -76,13 +91,15 @@ def test_through_inductor_every_token_is_the_reference_s() -> None:
     config.num_hidden_layers = 1
     arch = arch._replace(config=config)
     requests = make_requests(LENGTHS[:2], arch, seed=3)
-    work = plan(requests, arch, batch=2, chunk=16, draft_tokens=0, pool=1.0)
+    work = plan(requests, arch, batch=4, chunk=16, draft_tokens=0, pool=1.0)
     model = arch.build(3)
     result = run("llama", work.paged(arch, model), work, "inductor", quiet)
     assert result.whole and result.served == [serving.generate(model, request) for request in requests]
 
 
-def test_nothing_is_lost_when_everyone_has_left() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_lost_when_everyone_has_left(device: str) -> None:
+    """Kind 16 too: neither warming up nor serving leaves anything in the null pages."""
     work = workload("gemma3")
     arch = architecture("gemma3")
     made: list[Allocator] = []
@@ -94,8 +111,10 @@ def test_nothing_is_lost_when_everyone_has_left() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "Allocator", Watched)
-        run("gemma3", work.paged(arch, arch.build(3)), work, "eager", quiet)
+        run("gemma3", work.paged(arch, arch.build(3, device)), work, None, quiet)
     (allocator,) = made
+    pools = [pool.data for layer in allocator.model.pools for pool in layer]
+    assert all(pool[:16].eq(0).all() and pool[16:].ne(0).any() for pool in pools)
     while allocator.prefixes:
         allocator.forget()
     assert sorted(allocator.full.free) == list(range(1, work.num_pages))
@@ -124,21 +143,39 @@ def test_one_different_token_ends_the_command_with_status_1(monkeypatch: pytest.
 
 
 def test_a_step_that_is_not_whole_ends_the_command_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.PlainDecoder, "decode", eagerly(serving.PlainDecoder.decode))
+    monkeypatch.setattr(serving.PlainDecoder, "decode", uncompiled(serving.PlainDecoder.decode))
     ended = invoke()
     assert ended.exit_code == 1
     assert "step decode: 1 graphs, which ran in" in ended.output
 
 
-def eagerly(decode: object) -> object:
+def uncompiled(decode: object) -> object:
     """`decode` of a decoder whose step runs outside its graph."""
 
     def changed(self: serving.PlainDecoder, runs: object) -> object:
-        step = self.steps[1]
-        step._run = getattr(step._run, "_orig_mod", step._run)
+        (part,) = self.steps[1].parts
+        part._run = getattr(part._run, "_torchdynamo_orig_callable", part._run)
         return decode(self, runs)  # type: ignore[operator]
 
     return changed
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (2, [2]), (5, [2, 4, 5]), (8, [2, 4, 8])])
+def test_batch_sizes_that_one_graph_serves(batch: int, sizes: list[int]) -> None:
+    assert buckets(batch) == sizes
+
+
+def test_a_round_traced_for_cuda_launches_once_a_stage_and_copies_no_table() -> None:
+    pytest.importorskip("triton")
+    arch, work = architecture("gemma3"), workload("gemma3", 4)
+    model = work.paged(arch, arch.build(3))
+    buffers = buffers_for(model, 4, 4, delta=4)
+    pending = [torch.zeros(4, 1, dtype=torch.int64) for _ in range(4)]
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        graphs = capture(verification(model), buffers, 4, *pending, target="cuda:sm_90", dynamic=True)
+    assert graphs.is_whole and graphs.host_reads == [] and graphs.launches == {"update_metadata_kernel": 1}
+    tables = [tensor.untyped_storage().nbytes() for tensor in (buffers.held, buffers.page_table)]
+    assert not {copy.bytes for copy in graphs.copies} & {*tables, model.pools[0][0].data.untyped_storage().nbytes()}
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
@@ -149,12 +186,15 @@ def test_a_device_that_is_not_there_ends_the_command_with_status_2(device: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("draft_tokens", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_cuda_device_every_token_is_the_reference_s(name: str, draft_tokens: int) -> None:
+def test_on_a_cuda_device_replays_serve_every_token(name: str, draft_tokens: int) -> None:
     served = serve(name, workload(name, draft_tokens), seed=3, device="cuda", backend="inductor", progress=quiet)
     assert complaints(served) == [] and served.ok
+    assert [step.graphs.captured for step in served.steps] == [2, 2]
+    assert all(step.served > 10 and step.strays == {} for step in served.steps), "a part ran outside its CUDA graph"
+    assert served.preemptions >= 1 and served.pages_taken > served.workload.num_pages
 
 
 def test_an_unknown_model_is_a_usage_error() -> None:

@@ -1,4 +1,4 @@
-"""How the loop turns pending tokens into new ones: one compiled step a round, whose inputs are allocated once.
+"""How the loop turns pending tokens into new ones: a step a round, captured for a few batch sizes and replayed.
 
 extend   ragged: up to `chunk` pending tokens a row, the next token of each row comes back
 decode   one pending token a row
@@ -6,15 +6,20 @@ decode   one pending token a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
+
+from ..models.state import SLIDING, by_row
 from ..models.step import PagedCausalLM
-from .evidence import CompiledStep
+from .evidence import Compiled, ServedStep
 from .requests import Running
+
+Run = Callable[[DecodeBuffers, int], Tensor]
 
 
 class Decoder(Protocol):
@@ -23,7 +28,7 @@ class Decoder(Protocol):
     batch: int
     chunk: int
     lookahead: int
-    steps: list[CompiledStep]
+    steps: list[ServedStep]
 
     def extend(self, runs: Sequence[Running], counts: Sequence[int]) -> list[int]:
         """Compute the next `counts` pending tokens of each run; the token that follows each."""
@@ -34,50 +39,57 @@ class Decoder(Protocol):
         ...
 
 
-class Inputs:
-    """The inputs of one step on the device, as `PagedCausalLM.forward` takes them.
-
-    token_ids int64 [B, Q], rows int64 [B], seq_lens int32 [B], num_reqs int32 [1]; q_lens int32 [B] in a ragged step.
-    Only live rows are written; the rows beyond them keep what the last round left.
-    """
-
-    def __init__(self, batch: int, q_max: int, device: torch.device, ragged: bool = False) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.token_ids, self.rows = zeros(batch, q_max, dtype=torch.int64), zeros(batch, dtype=torch.int64)
-        self.seq_lens, self.num_reqs = zeros(batch), zeros(1)
-        self.q_lens = zeros(batch) if ragged else None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of `PagedCausalLM.forward`."""
-        fixed = (self.token_ids, self.rows, self.seq_lens, self.num_reqs)
-        return fixed if self.q_lens is None else (*fixed, self.q_lens)
-
-    def load(
-        self, runs: Sequence[Running], tokens: Sequence[Sequence[int]], seq_lens: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        """Fill in the live rows; `tensors`."""
-        width, live = self.token_ids.shape[1], len(runs)
-        _fill(self.token_ids, [[*row, *[0] * (width - len(row))] for row in tokens])
-        _fill(self.rows, [run.holding.row for run in runs])
-        _fill(self.seq_lens, seq_lens)
-        if self.q_lens is not None:
-            _fill(self.q_lens, [len(row) for row in tokens])
-        self.num_reqs.fill_(live)
-        return self.tensors
+def buckets(batch: int) -> list[int]:
+    """Powers of two up to `batch`, and `batch`. 1 only where it is all: torch would compile a graph of its own for
+    it."""
+    return sorted({min(1 << i, batch) for i in range(1, batch.bit_length() + 1)})
 
 
-def extend_inputs(inputs: Inputs, runs: Sequence[Running], counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """`inputs` filled in with the next `counts` pending tokens of each run."""
+def buffers_for(
+    model: PagedCausalLM, batch: int, q_len: int = 1, *, delta: int = 0, ragged: bool = False
+) -> DecodeBuffers:
+    """Buffers over the tables of `model`."""
+    return DecodeBuffers(
+        model.layout, model.req_to_token, max_batch_size=batch, q_len=q_len, ragged=ragged, seq_len_delta=delta,
+        full_to_swa=model.full_to_swa if SLIDING in model.layer_types else None,
+    )  # fmt: skip
+
+
+def extension(model: PagedCausalLM) -> Run:
+    """A ragged step: the token that follows the last loaded one of each row, int64 [B]."""
+
+    def extend(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        meta = buffers.metadata(batch_size)
+        tokens = by_row(buffers.token_ids, meta.cu_seqlens_q, buffers.q_len).clamp(min=0)
+        return model.logits(tokens, model.placed(meta, buffers.q_len), ragged=True)[:, 0].argmax(-1)
+
+    return extend
+
+
+def plain_step(model: PagedCausalLM) -> Run:
+    """A token a row: the one that follows it, int64 [B, 1]."""
+
+    def decode(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        meta = buffers.metadata(batch_size)
+        return model.logits(buffers.token_ids[:batch_size, None], model.placed(meta, 1)).argmax(-1)
+
+    return decode
+
+
+def extend_batch(runs: Sequence[Running], counts: Sequence[int]) -> DecodeBatch:
+    """The next `counts` pending tokens of each run; its length counts them."""
     ends = [run.cached + count for run, count in zip(runs, counts, strict=True)]
-    tokens = [run.tokens[run.cached : end] for run, end in zip(runs, ends, strict=True)]
-    return inputs.load(runs, tokens, ends)
+    tokens = [token for run, end in zip(runs, ends, strict=True) for token in run.tokens[run.cached : end]]
+    return batch_of(runs, ends, tokens)._replace(q_lens=counts)
 
 
-def _fill(buffer: Tensor, values: Sequence[Any]) -> None:
-    buffer[: len(values)].copy_(torch.tensor(values, dtype=buffer.dtype))
+def batch_of(runs: Sequence[Running], seq_lens: Sequence[int], token_ids: Sequence[int]) -> DecodeBatch:
+    """`runs` as the buffers take them."""
+    holdings = [run.holding for run in runs]
+    return DecodeBatch(
+        rows=[holding.row for holding in holdings], seq_lens=seq_lens, token_ids=token_ids,
+        generations=[holding.generation for holding in holdings],
+    )  # fmt: skip
 
 
 class PlainDecoder:
@@ -85,17 +97,18 @@ class PlainDecoder:
 
     lookahead = 1
 
-    def __init__(self, model: PagedCausalLM, backend: str = "inductor", *, batch: int, chunk: int) -> None:
-        self.batch, self.chunk, device = batch, chunk, model.req_to_token.device
-        self.ragged, self.single = Inputs(batch, chunk, device, ragged=True), Inputs(batch, 1, device)
-        self.steps = [CompiledStep("extend", model, backend), CompiledStep("decode", model, backend)]
-        for step, inputs in zip(self.steps, (self.ragged, self.single), strict=True):
-            step(*inputs.tensors)  # compiles with no live row, which writes nothing
+    def __init__(self, model: PagedCausalLM, backend: str | None = "inductor", *, batch: int, chunk: int) -> None:
+        self.batch, self.chunk = batch, chunk
+        ragged, single = buffers_for(model, batch, chunk, ragged=True), buffers_for(model, batch)
+        extend, decode = Compiled("extend", extension(model), backend), Compiled("decode", plain_step(model), backend)
+        self.steps = [
+            ServedStep("extend", extend, ragged, buckets(batch), {extend: 1}),
+            ServedStep("decode", decode, single, buckets(batch), {decode: 1}),
+        ]
 
     def extend(self, runs: Sequence[Running], counts: Sequence[int]) -> list[int]:
-        logits = self.steps[0](*extend_inputs(self.ragged, runs, counts))
-        return logits[: len(runs), 0].argmax(-1).tolist()
+        return self.steps[0](extend_batch(runs, counts))[: len(runs)].tolist()
 
     def decode(self, runs: Sequence[Running]) -> list[list[int]]:
-        inputs = self.single.load(runs, [run.tokens[-1:] for run in runs], [run.cached + 1 for run in runs])
-        return self.steps[1](*inputs)[: len(runs)].argmax(-1).tolist()
+        batch = batch_of(runs, [run.cached + 1 for run in runs], [run.tokens[-1] for run in runs])
+        return self.steps[1](batch)[: len(runs)].tolist()

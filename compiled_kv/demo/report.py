@@ -13,12 +13,15 @@ LINES: dict[str, Callable[[Result], object]] = {
     "requests": lambda result: len(result.served),
     "tokens": lambda result: result.tokens,
     "tokens equal to the reference": lambda result: result.equal,
-    "steps": lambda result: "\n".join(f"{step.name} {step.calls}" for step in result.steps),
-    "graphs compiled": lambda result: sum(len(step.graphs) for step in result.steps),
+    "steps served": lambda result: "\n".join(f"{step.name} {step.served}" for step in result.steps),
+    "batch sizes": lambda result: " ".join(map(str, result.steps[0].graphs.batch_sizes)),
+    "graphs compiled": lambda result: sum(len(part.graphs) for part in result.parts),
+    "CUDA graphs captured": lambda result: sum(step.graphs.captured for step in result.steps),
+    "replays served": lambda result: sum(step.served for step in result.steps if step.graphs.captured),
     "graph breaks": lambda result: result.graph_breaks,
-    "host reads in the graph": lambda result: sum(step.host_reads for step in result.steps),
-    "metadata launches a step": lambda result: max(step.metadata_launches for step in result.steps),
-    "metadata launches": lambda result: sum(step.metadata_launches * step.calls for step in result.steps),
+    "host reads in the graph": lambda result: sum(part.host_reads for part in result.parts),
+    "metadata launches a model's step": lambda result: max(part.metadata_launches for part in result.parts),
+    "metadata launches": lambda result: sum(step.metadata_launches * step.served for step in result.steps),
     "drafts accepted": lambda result: _drafts(result),
     "preemptions": lambda result: result.preemptions,
     "pages shared": lambda result: result.shared_pages,
@@ -51,13 +54,15 @@ def complaints(result: Result) -> list[str]:
             lines.append(
                 f"request {i} differs from token {at} on: {got[at : at + 4]}, the reference has {want[at : at + 4]}"
             )
-    for step in result.steps:
-        if not step.whole:
+    for part in result.parts:
+        if not part.whole:
             lines.append(
-                f"step {step.name}: {len(step.graphs)} graphs, which ran in {step.graph_calls} of {step.calls} calls"
+                f"step {part.name}: {len(part.graphs)} graphs, which ran in {part.graph_calls} of {part.calls} calls"
             )
-        if step.metadata_launches != 1 or step.host_reads:
-            lines.append(f"step {step.name}: {step.metadata_launches} metadata launches, {step.host_reads} host reads")
+        if part.metadata_launches != 1 or part.host_reads:
+            lines.append(f"step {part.name}: {part.metadata_launches} metadata launches, {part.host_reads} host reads")
+    for step in result.steps:
+        lines += [f"step {name}: called {n} times more than serving takes" for name, n in step.strays.items()]
     if result.graph_breaks:
         lines.append(f"{result.graph_breaks} graph breaks")
     if result.status:

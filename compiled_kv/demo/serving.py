@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from ..models import architecture
 from ..models.allocator import Allocator
 from ..models.step import PagedCausalLM
 from .baseline import generate, without_tf32
 from .decoding import PlainDecoder
-from .evidence import CompiledStep, graph_breaks
+from .evidence import Compiled, ServedStep, graph_breaks
 from .loop import Loop
 from .speculative import SpeculativeDecoder
 from .workload import Workload
@@ -25,7 +27,7 @@ class Result:
 
     model: str
     workload: Workload
-    steps: list[CompiledStep]
+    steps: list[ServedStep]
     graph_breaks: int
     seconds: float
     preemptions: int
@@ -48,10 +50,15 @@ class Result:
         return sum(a == b for got, want in zip(self.served, self.expected) for a, b in zip(got, want))
 
     @property
+    def parts(self) -> list[Compiled]:
+        """The compiled functions of all steps."""
+        return [part for step in self.steps for part in step.parts]
+
+    @property
     def whole(self) -> bool:
-        """Every step ran as one graph, with one metadata launch and no host read."""
-        return not self.graph_breaks and all(
-            step.whole and step.metadata_launches == 1 and step.host_reads == 0 for step in self.steps
+        """Every part of a step is one graph, with one metadata launch and no host read, and served every batch."""
+        return not (self.graph_breaks or any(step.strays for step in self.steps)) and all(
+            part.whole and part.metadata_launches == 1 and part.host_reads == 0 for part in self.parts
         )
 
     @property
@@ -59,7 +66,7 @@ class Result:
         return self.whole and self.served == self.expected and self.status == 0
 
 
-def serve(name: str, workload: Workload, *, seed: int, device: str, backend: str, progress: Progress) -> Result:
+def serve(name: str, workload: Workload, *, seed: int, device: str, backend: str | None, progress: Progress) -> Result:
     """Serve `workload` with the small model of this name, then have the reference generate the same requests.
 
     Args:
@@ -81,7 +88,7 @@ def run(
     name: str,
     model: PagedCausalLM,
     workload: Workload,
-    backend: str,
+    backend: str | None,
     progress: Progress,
     draft: PagedCausalLM | None = None,
 ) -> Result:
@@ -100,6 +107,6 @@ def run(
     seconds = time.perf_counter() - start
     return Result(
         name, workload, decoder.steps, graph_breaks() - breaks, seconds, loop.preemptions, allocator.shared_pages,
-        allocator.full.taken, allocator.swa.taken, int(model.status) | (int(draft.status) if draft else 0), served,
+        allocator.full.taken, allocator.swa.taken, reduce(or_, (step.status for step in decoder.steps)), served,
         getattr(decoder, "accepted", 0), getattr(decoder, "drafted", 0),
     )  # fmt: skip

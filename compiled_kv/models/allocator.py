@@ -48,9 +48,13 @@ class PagePool:
 
 @dataclass
 class Holding:
-    """What a running request holds: a row, its pages in order, and the first whose sliding page it still needs."""
+    """What a running request holds: a row, its pages in order, and the first whose sliding page it still needs.
+
+    Requests that have a row one after the other differ in its generation.
+    """
 
     row: int
+    generation: int = 0
     pages: list[int] = field(default_factory=list)
     first_swa: int = 0
 
@@ -65,6 +69,7 @@ class Allocator:
     def __init__(self, model: PagedState, num_pages: int, num_swa_pages: int = 0) -> None:
         self.model, self.page_size, self.window = model, model.layout.page_size, model.layout.window
         self.rows = list(range(model.req_to_token.shape[0] - 1, -1, -1))
+        self.generations = [0] * len(self.rows)
         self.full, self.swa = PagePool(num_pages), PagePool(num_swa_pages)
         self.slides = SLIDING in model.layer_types
         self.swa_of: dict[int, int] = {}
@@ -81,7 +86,9 @@ class Allocator:
         """
         if not self.rows:
             return None
-        holding = Holding(self.rows.pop())
+        row = self.rows.pop()
+        self.generations[row] += 1
+        holding = Holding(row, self.generations[row])
         for page in self._prefix(tokens):
             self._hold(holding, page)
         if not self._make_free(self._lacking(holding, len(tokens)), 0):

@@ -87,8 +87,12 @@ class PagedState(nn.Module):
             full_to_swa=self.full_to_swa if SLIDING in self.layer_types else None, num_reqs=num_reqs,
             status=self.status,
         )  # fmt: skip
+        return self.placed(meta, q_max)
+
+    def placed(self, meta: ckv.DecodeMetadata, q_max: int) -> Batch:
+        """The same from metadata that is there already."""
         counts = meta.cu_seqlens_q.diff()
-        query = torch.arange(q_max, device=seq_lens.device)
+        query = torch.arange(q_max, device=counts.device)
         positions = (meta.cache_seqlens - counts)[:, None] + query
         tables = {FULL: (meta.slot_mapping, meta.page_table), SLIDING: (meta.swa_slot_mapping, meta.swa_page_table)}
         places = {}

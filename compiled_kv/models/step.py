@@ -19,7 +19,7 @@ from torch import Tensor
 import compiled_kv as ckv
 
 from .pools import PagedPool, visible_keys
-from .state import FULL, SLIDING, PagedState, Place, of_last_token
+from .state import FULL, SLIDING, Batch, PagedState, Place, of_last_token
 
 # No special tokens: a request of the demo ends when it has as many tokens as its trace says.
 SMALL = {
@@ -116,11 +116,15 @@ class PagedCausalLM(PagedState):
             float [B, Q, vocab]; [B, 1, vocab] in a ragged step, of each row's last token.
         """
         batch = self.batch(token_ids.shape[1], req_pool_indices, seq_lens, num_reqs, q_lens, seq_len_delta)
+        return self.logits(token_ids, batch, ragged=q_lens is not None)
+
+    def logits(self, token_ids: Tensor, batch: Batch, ragged: bool = False) -> Tensor:
+        """The step over a batch whose places are known, as `forward` returns it."""
         hidden = self.model.model.embed_tokens(token_ids)
         views = {kind: self.view(kind, place, hidden, batch.positions) for kind, place in batch.places.items()}
         for kind, layer, pools in zip(self.layer_types, self.model.model.layers, self.pools):
             hidden = self.layer(layer, hidden, views[kind], pools)
-        if q_lens is not None:
+        if ragged:
             hidden = of_last_token(hidden, batch.counts)
         return self.head(self.model.model.norm(hidden))
 
