@@ -162,6 +162,19 @@ def test_each_token_lies_on_one_rank(cp: int, interleave: int, device: str) -> N
 
 
 @devices
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_local_lengths_count_the_tokens_of_a_rank(cp: int, interleave: int, device: str) -> None:
+    lengths = tensor(device, *range(15))
+    found = vllm.get_dcp_local_seq_lens(lengths, cp, None, interleave)
+    ranks = [[at // interleave % cp for at in range(length)] for length in range(15)]
+    assert found.tolist() == [[each.count(rank) for rank in range(cp)] for each in ranks]
+    assert found.dtype == torch.int32
+    for rank in (0, tensor(device, cp - 1)):
+        assert torch.equal(vllm.get_dcp_local_seq_lens(lengths, cp, rank, interleave), found[:, int(rank)])
+
+
+@devices
 def test_smaller_kernel_blocks_hold_the_same_slots(device: str) -> None:
     made = tables(device, kernel_block_sizes=[2, 4])
     assert made.gather_block_tables(tensor(device, 0), 1)[0].tolist() == [[14, 15, 16, 17, 18, 19, 0, 0, 0, 0]]

@@ -1,13 +1,4 @@
-"""vLLM's names over this package's operators: block tables of several KV groups, slot mappings, the draft step.
-
-    tables = BlockTables([16, 32], 8, 64, max_num_blocks_per_group=[4, 2], device="cpu")
-    tables.append_block_ids(3, ([7, 8], [5]), overwrite=True)
-    tables.apply_staged_writes()
-    tables.gather_block_tables(torch.tensor([3, -1]), num_reqs_padded=2)   -> [[[7, 8, 0, 0], [0, 0, 0, 0]], ..]
-
-Arguments, their order, and what is written and what is left alone are those of vLLM 0.33.0. The groups share one
-tensor, so that a launch serves them all and a graph holds no addresses. See docs/integrations/vllm.md.
-"""
+"""Block tables and slot mappings of several KV groups, which share one tensor: a launch serves them all."""
 
 from __future__ import annotations
 
@@ -18,7 +9,6 @@ import torch
 from torch import Tensor
 
 from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.draft_steps import advance_draft_
 from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.layout import ceil_div
 
@@ -37,8 +27,10 @@ def map_to_kernel_blocks(block_ids: Sequence[int], blocks_per_kv_block: int) -> 
     return [block * blocks_per_kv_block + i for block in block_ids for i in range(blocks_per_kv_block)]
 
 
-class BlockTables:
+class BlockTables(torch.nn.Module):
     """Block tables of every KV group, persistent: addresses do not change, so captured graphs may read them.
+
+    A module, so that a compiled step may write its buffers: see "In a compiled step" in docs/index.md.
 
     Args:
         block_sizes: tokens a block of each group, as the manager counts them.
@@ -53,6 +45,15 @@ class BlockTables:
         kernel_block_sizes: tokens a block as the kernels count them, where they count smaller ones.
     """
 
+    block_sizes: Tensor
+    slot_block_sizes: Tensor
+    sharded: Tensor
+    reach: Tensor
+    pool: Tensor
+    inputs: Tensor
+    num_blocks: Tensor
+    slot_mappings: Tensor
+
     def __init__(
         self, block_sizes: Sequence[int], max_num_reqs: int, max_num_batched_tokens: int,
         max_num_blocks_per_group: Sequence[int], device: torch.device | str, cp_size: int = 1, cp_rank: int = 0,
@@ -60,6 +61,7 @@ class BlockTables:
         dcp_sharded: Sequence[bool] | None = None, sliding_window_reach: Sequence[int] | None = None,
         kernel_block_sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         groups = len(block_sizes)
         sizes = list(kernel_block_sizes or block_sizes)
         self.blocks_per_kv_block = [_ratio(size, kernel) for size, kernel in zip(block_sizes, sizes, strict=True)]
@@ -67,21 +69,25 @@ class BlockTables:
         self.widths = [width * ratio for width, ratio in pairs]
         self.cp_size, self.cp_rank, self.cp_interleave = cp_size, cp_rank, cp_interleave
 
-        def ints(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+        def keep(name: str, tensor: Tensor) -> None:
+            self.register_buffer(name, tensor.to(device), persistent=False)
 
-        self.block_sizes = ints(sizes)
-        enabled = [True] * groups if slot_mapping_enabled is None else list(slot_mapping_enabled)
-        self.slot_block_sizes = ints([size if on else 0 for size, on in zip(sizes, enabled, strict=True)])
-        self.sharded = ints([True] * groups if dcp_sharded is None else [int(on) for on in dcp_sharded])
-        self.reach = None if sliding_window_reach is None else ints(sliding_window_reach)
+        def ints(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        enabled = [True] * groups if slot_mapping_enabled is None else slot_mapping_enabled
+        keep("block_sizes", ints(sizes))
+        keep("slot_block_sizes", ints([size if on else 0 for size, on in zip(sizes, enabled, strict=True)]))
+        keep("sharded", ints([True] * groups if dcp_sharded is None else [int(on) for on in dcp_sharded]))
+        keep("reach", ints([0] * groups if sliding_window_reach is None else sliding_window_reach))
         shape = (groups, max_num_reqs, max(self.widths, default=0))
-        self.pool = torch.zeros(shape, dtype=torch.int32, device=device)
-        for table, width in zip(self.pool, self.widths):
+        pool = torch.zeros(shape, dtype=torch.int32)
+        for table, width in zip(pool, self.widths):
             table[:, width:] = -1  # beyond its own width a group has no blocks, and no slots
-        self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.num_blocks = torch.zeros(shape[:2], dtype=torch.int32, device=device)
-        self.slot_mappings = torch.full((groups, max_num_batched_tokens), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        keep("pool", pool)
+        keep("inputs", torch.zeros(shape, dtype=torch.int32))
+        keep("num_blocks", torch.zeros(shape[:2], dtype=torch.int32))
+        keep("slot_mappings", torch.full((groups, max_num_batched_tokens), PAD_SLOT_ID))
         self._counts = [[0] * max_num_reqs for _ in range(groups)]
         self._staged: list[tuple[int, int, int, list[int]]] = []
 
@@ -141,7 +147,7 @@ class BlockTables:
             num_computed_tokens: int [R]: blocks wholly below a group's reach become null, where cp_size is 1.
         """
         below = {}
-        if self.reach is not None and num_computed_tokens is not None and self.cp_size == 1:
+        if num_computed_tokens is not None and self.cp_size == 1:
             below = {"block_sizes": self.block_sizes, "reach": self.reach, "num_computed_tokens": num_computed_tokens}
         into = self.inputs if out is None else out[:, :num_reqs_padded]
         gather_block_tables(self.pool, self.num_blocks, idx_mapping, out=into, tail="keep", **below)
@@ -180,25 +186,3 @@ def _ratio(block_size: int, kernel_block_size: int) -> int:
     if block_size % kernel_block_size != 0:
         raise ValueError(f"kernel_block_sizes must divide block_sizes, got {kernel_block_size} for {block_size}")
     return block_size // kernel_block_size
-
-
-def eagle_step_update_slot_mapping_and_metadata(
-    positions_1d: Tensor, block_table_tensor: Tensor, seq_lens: Tensor, block_size: int, max_model_len: int,
-    out_clamped_positions: Tensor, out_slot_mapping: Tensor, input_batch_size: int | None = None,
-) -> None:  # fmt: skip
-    """Move every request one draft token on: position + 1, its slot, length + 1.
-
-    A request whose next position would reach `max_model_len` gets position 0, slot -1 and length 1.
-
-    Args:
-        positions_1d: int64 [B]. block_table_tensor: int [B, W].
-        seq_lens: int32 [B], updated.
-        out_clamped_positions: int64 [B], `positions_1d` itself or another.
-        out_slot_mapping: int64; the first `input_batch_size` entries are written, from B on with -1.
-    """
-    if out_clamped_positions is not positions_1d:
-        out_clamped_positions.copy_(positions_1d)
-    slots = out_slot_mapping[: positions_1d.shape[0] if input_batch_size is None else input_batch_size]
-    advance_draft_(
-        out_clamped_positions, block_table_tensor, seq_lens, slots, page_size=block_size, max_context_len=max_model_len
-    )

@@ -1,0 +1,29 @@
+"""The draft step in place, as vLLM's draft proposer takes it between two calls of its model."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_kv.draft_steps import advance_draft_
+
+
+def eagle_step_update_slot_mapping_and_metadata(
+    positions_1d: Tensor, block_table_tensor: Tensor, seq_lens: Tensor, block_size: int, max_model_len: int,
+    out_clamped_positions: Tensor, out_slot_mapping: Tensor, input_batch_size: int | None = None,
+) -> None:  # fmt: skip
+    """Move every request one draft token on: position + 1, its slot, length + 1.
+
+    A request whose next position would reach `max_model_len` gets position 0, slot -1 and length 1.
+
+    Args:
+        positions_1d: int64 [B]. block_table_tensor: int [B, W].
+        seq_lens: int32 [B], updated.
+        out_clamped_positions: int64 [B], `positions_1d` itself or another.
+        out_slot_mapping: int64; the first `input_batch_size` entries are written, from B on with -1.
+    """
+    if out_clamped_positions is not positions_1d:
+        out_clamped_positions.copy_(positions_1d)
+    slots = out_slot_mapping[: positions_1d.shape[0] if input_batch_size is None else input_batch_size]
+    advance_draft_(
+        out_clamped_positions, block_table_tensor, seq_lens, slots, page_size=block_size, max_context_len=max_model_len
+    )
