@@ -118,10 +118,9 @@ def check_table_output(sizes: Sizes, name: str, table: Tensor, layout: KVLayout)
     check_width(name, table.shape[1], layout.max_num_pages, "columns")
 
 
-def check_strided_table(sizes: Sizes, name: str, table: Tensor, layout: KVLayout) -> None:
-    """`check_table_output` for kernels that take a column stride: any strides that keep entries apart."""
-    sizes.check(name, table, INT32, "B", "P")
-    check_width(name, table.shape[1], layout.max_num_pages, "columns")
+def check_strided_table(sizes: Sizes, name: str, table: Tensor, *dims: str) -> None:
+    """`Sizes.check_output` for kernels that take a column stride: any strides that keep entries apart."""
+    sizes.check(name, table, INT32, *dims)
     (rows, columns), (row_stride, column_stride) = table.shape, table.stride()
     by_rows = column_stride >= 1 and (rows <= 1 or row_stride > (columns - 1) * column_stride)
     by_columns = row_stride >= 1 and (columns <= 1 or column_stride > (rows - 1) * row_stride)

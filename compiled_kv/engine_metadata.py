@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
     INT32,
     INT64,
@@ -31,6 +30,7 @@ from compiled_kv.checks import (
     check_strided_table,
     check_tail,
 )
+from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
 from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel
 from compiled_kv.layout import KVLayout
@@ -40,7 +40,10 @@ FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "swa_pa
 
 
 class EngineMetadata(NamedTuple):
-    """Buffers that one call fills; None for what the step does not read. B rows, P columns, T tokens."""
+    """Buffers that one call fills; None for what the step does not read. P columns, T tokens.
+
+    Those of a captured batch may hold more rows than the B that a call brings: the first are used.
+    """
 
     cache_seqlens: Tensor | None = None
     """int32 [B], tokens attention reads of each row."""
@@ -68,6 +71,7 @@ class _Inputs(NamedTuple):
 
 
 class _Settings(NamedTuple):
+    width: int
     page_size: int
     cap: int
     delta: int
@@ -79,12 +83,12 @@ def _stride(tensor: Tensor | None, dim: int = 0) -> int:
     return 0 if tensor is None else tensor.stride(dim)
 
 
-def _size(tensor: Tensor | None, dim: int = 0) -> int:
-    return 0 if tensor is None else tensor.shape[dim]
+def _size(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[0]
 
 
 def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
-    pool, batch_size, width = given.req_to_token, given.seq_lens.shape[0], _size(out.page_table, 1)
+    pool, batch_size, width = given.req_to_token, given.seq_lens.shape[0], settings.width
     swa_map = given.swa_page_map if given.full_to_swa is None else given.full_to_swa
     launch(
         write_metadata_kernel, (batch_size + 1, programs_a_row(batch_size, width)),
@@ -105,61 +109,19 @@ def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
     )  # fmt: skip
 
 
-def _physical(pages: Tensor, page_map: Tensor, mask: Tensor) -> Tensor:
-    return cpu.page_of(cpu.gather(page_map, pages.clamp(min=0), mask), 1).clamp(min=0)
-
-
-def _run_on_cpu(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
-    rows = given.req_pool_indices.long()
-    live = (rows >= 0) & (rows < given.req_to_token.shape[0])
-    lengths = cpu.clamped_length(given.seq_lens, settings.delta, settings.cap).where(live, 0)
-    if out.cache_seqlens is not None:
-        out.cache_seqlens.copy_(lengths)
-    if out.cu_seqlens_k is not None:
-        out.cu_seqlens_k.copy_(cpu.prefix_sums(lengths.cumsum(0)))
-    if out.cu_seqlens_q is not None:
-        queries = cpu.queries_of_rows(given.q_len, settings.q_len, torch.ones_like(live))
-        out.cu_seqlens_q.copy_(cpu.prefix_sums(queries.cumsum(0)))
-    if out.page_table is not None:
-        _fill_tables(out.page_table, out.swa_page_table, given, settings, rows, live, lengths)
-    if out.swa_slot_mapping is not None:
-        tokens = cpu.iota(out.swa_slot_mapping.shape[0], rows)
-        slots = torch.full_like(tokens, -1)
-        if given.slots is not None:
-            slots = cpu.gather(given.slots, tokens, tokens >= 0)
-        found = cpu.swa_slot_of(slots, given.full_to_swa, None, settings.page_size)
-        out.swa_slot_mapping.copy_(torch.where(tokens < _size(given.slots), found, 0))
-
-
-def _fill_tables(
-    table: Tensor, swa_table: Tensor | None, given: _Inputs, settings: _Settings,
-    rows: Tensor, live: Tensor, lengths: Tensor,
-) -> None:  # fmt: skip
-    page_size = settings.page_size
-    slots, pages, _, owned = cpu.pages_of_rows(given.req_to_token, rows, lengths, live, table.shape[1], page_size)
-    shown = pages if given.page_map is None else _physical(pages, given.page_map, owned)
-    table.copy_(torch.where(owned, shown.int(), 0 if settings.clear else table))
-    if swa_table is not None:
-        if given.swa_page_map is not None:
-            found = _physical(pages, given.swa_page_map, owned)
-        else:
-            found = cpu.swa_page_of(slots, pages, given.full_to_swa, None, owned, page_size)
-        swa_table.copy_(torch.where(owned, found.int(), 0 if settings.clear else swa_table))
-
-
 @triton_op("compiled_kv::write_metadata", mutates_args=FIELDS)
 def _write_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, swa_page_map: Tensor | None,
     cache_seqlens: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     page_table: Tensor | None, swa_page_table: Tensor | None, swa_slot_mapping: Tensor | None,
-    page_size: int, cap: int, delta: int, q_len: int, clear: bool,
+    width: int, page_size: int, cap: int, delta: int, q_len: int, clear: bool,
 ) -> None:  # fmt: skip
     given = _Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
     out = EngineMetadata(cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_slot_mapping)
     check_distinct_fake(_present(out), given._asdict())
-    run = _launch if runs_kernel(req_to_token) else _run_on_cpu
-    run(out, given, _Settings(page_size, cap, delta, q_len, clear))
+    run = _launch if runs_kernel(req_to_token) else run_on_cpu
+    run(out, given, _Settings(width, page_size, cap, delta, q_len, clear))
 
 
 def _present(out: EngineMetadata) -> dict[str, Tensor]:
@@ -169,7 +131,7 @@ def _present(out: EngineMetadata) -> dict[str, Tensor]:
 def write_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, out: EngineMetadata, *, layout: KVLayout,
     seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None, full_to_swa: Tensor | None = None,
-    page_map: Tensor | None = None, swa_page_map: Tensor | None = None, tail: str = "keep",
+    page_map: Tensor | None = None, swa_page_map: Tensor | None = None, width: int | None = None, tail: str = "keep",
 ) -> EngineMetadata:  # fmt: skip
     """Fill an engine's static buffers for one step.
 
@@ -185,7 +147,8 @@ def write_metadata(
         full_to_swa: int [N], slots to slots: for `swa_page_table` and `swa_slot_mapping`; no counterpart gives -1.
         page_map: int [NP], virtual to physical pages for `page_table`; an unbound page gives the null page.
         swa_page_map: int [NS], the same for `swa_page_table`, in place of full_to_swa.
-        tail: columns past a row's live ones are left alone ("keep") or zeroed ("clear").
+        width: columns of the tables that may be written, at least layout.max_num_pages; all of them if absent.
+        tail: columns past a row's live ones are left alone ("keep") or zeroed up to `width` ("clear").
 
     Returns:
         `out`.
@@ -204,28 +167,42 @@ def write_metadata(
         if tensor is not None:
             sizes.check(name, tensor, INTS, dim)
     check_tail(tail, out)
-    _check_out(sizes, out, layout)
+    columns = _check_out(sizes, out, layout, width)
     _check_maps(out, full_to_swa, swa_page_map)
     given = _Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
     check_distinct(_present(out), given._asdict())
     torch.ops.compiled_kv.write_metadata(
-        *given, *out, layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, tail == "clear"
+        *given, *out, columns, layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, tail == "clear"
     )
     return out
 
 
-def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout) -> None:
+def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout, width: int | None) -> int:
+    """Columns of the tables that may be written."""
     if not isinstance(out, EngineMetadata):
         raise TypeError(f"out must be an EngineMetadata, got {type(out).__name__}")
-    sizes.named["B+1"] = sizes.named["B"] + 1
-    for name, dim in (("cache_seqlens", "B"), ("cu_seqlens_q", "B+1"), ("cu_seqlens_k", "B+1")):
+    batch_size = sizes.named["B"]
+    for name, entries in (("cache_seqlens", 0), ("cu_seqlens_q", 1), ("cu_seqlens_k", 1)):
         if (tensor := getattr(out, name)) is not None:
-            sizes.check_output(f"out.{name}", tensor, INT32, dim)
+            sizes.check_output(f"out.{name}", tensor, INT32, f"entries of {name}")
+            _check_least(f"out.{name}", tensor.shape[0], batch_size + entries, "entries")
+    if width is not None:
+        check_int("width", width, layout.max_num_pages)
+    elif out.page_table is not None and out.page_table.ndim == 2:
+        width = out.page_table.shape[1]
     for name in ("page_table", "swa_page_table"):
         if (tensor := getattr(out, name)) is not None:
-            check_strided_table(sizes, f"out.{name}", tensor, layout)
+            check_strided_table(sizes, f"out.{name}", tensor, f"rows of {name}", f"columns of {name}")
+            _check_least(f"out.{name}", tensor.shape[0], batch_size, "rows")
+            _check_least(f"out.{name}", tensor.shape[1], max(layout.max_num_pages, width or 0), "columns")
     if out.swa_slot_mapping is not None:
         sizes.check_output("out.swa_slot_mapping", out.swa_slot_mapping, INT64, "T")
+    return width or 0
+
+
+def _check_least(name: str, size: int, least: int, what: str) -> None:
+    if size < least:
+        raise ValueError(f"{name} must have at least {least} {what}, got {size}")
 
 
 def _check_maps(out: EngineMetadata, full_to_swa: Tensor | None, swa_page_map: Tensor | None) -> None:

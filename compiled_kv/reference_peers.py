@@ -45,23 +45,30 @@ def store(values: Any, out: Tensor | None) -> None:
         out.copy_(torch.tensor(values, dtype=out.dtype).reshape(out.shape))
 
 
+def store_first(values: list[int], out: Tensor | None) -> None:
+    if out is not None:
+        store(values, out[: len(values)])
+
+
 def write_metadata(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, out: Any, *, layout: KVLayout,
                    seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None,
                    full_to_swa: Tensor | None = None, page_map: Tensor | None = None,
-                   swa_page_map: Tensor | None = None, tail: str = "keep") -> Any:  # fmt: skip
-    """Fill the buffers of `out`."""
+                   swa_page_map: Tensor | None = None, width: int | None = None,
+                   tail: str = "keep") -> Any:  # fmt: skip
+    """Fill the first rows of the buffers of `out`."""
     pool, rows, page_size = req_to_token.tolist(), req_pool_indices.tolist(), layout.page_size
     good = [0 <= row < len(pool) for row in rows]
     lengths = [min(max(n, 0) + seq_len_delta, layout.max_seqlen_k) if ok else 0
                for n, ok in zip(seq_lens.tolist(), good, strict=True)]  # fmt: skip
     queries = q_len.tolist() if isinstance(q_len, Tensor) else [q_len] * len(rows)
-    store(lengths, out.cache_seqlens)
-    store(sums(lengths), out.cu_seqlens_k)
-    store(sums([max(n, 0) for n in queries]), out.cu_seqlens_q)
+    store_first(lengths, out.cache_seqlens)
+    store_first(sums(lengths), out.cu_seqlens_k)
+    store_first(sums([max(n, 0) for n in queries]), out.cu_seqlens_q)
     table, swa_table, token_map = numbers(out.page_table), numbers(out.swa_page_table), numbers(full_to_swa)
-    for i, line in enumerate(table):
-        live = min(ceil_div(lengths[i], page_size), len(line))
-        for column in range(len(line)):
+    for i, line in enumerate(table[: len(rows)]):
+        columns = len(line) if width is None else width
+        live = min(ceil_div(lengths[i], page_size), columns)
+        for column in range(columns):
             if column < live:
                 slot = look_up(pool[rows[i]], column * page_size)
                 page = page_of(slot, page_size)

@@ -67,18 +67,18 @@ def draw_write_metadata(draw: Draw) -> dict[str, Any]:
     batch, rows, page_size = draw.randrange(7), draw.randrange(1, 5), draw.choice((1, 3, 4))
     layout = KVLayout(page_size, draw.randrange(20), draw.choice((0, 2)))
     width = layout.max_num_pages + draw.choice((0, 2))
-    tokens = draw.randrange(9)
-    tables = [draw.out(torch.int32, batch, width) for _ in range(2)]
+    tokens, room = draw.randrange(9), batch + draw.choice((0, 0, 2))
+    tables = [draw.out(torch.int32, room, width) for _ in range(2)]
     if draw.random() < 0.4:  # columns apart, or a transposed table
-        wide = draw.out(torch.int32, batch, 2 * width + 1)
-        tables = [wide[:, 1 : 1 + 2 * width : 2], draw.out(torch.int32, width, batch).t()]
+        wide = draw.out(torch.int32, room, 2 * width + 1)
+        tables = [wide[:, 1 : 1 + 2 * width : 2], draw.out(torch.int32, width, room).t()]
     by_pages = draw.random() < 0.5
     has_table, swa_table = draw.random() < 0.8, draw.maybe(tables[1])
     mapped = swa_table is not None and has_table and by_pages
     token_map = None if mapped else draw.ints(0, 60, draw.choice((0, 50, 200)))
     out = EngineMetadata(
-        draw.maybe(draw.out(torch.int32, batch)), draw.maybe(draw.out(torch.int32, batch + 1)),
-        draw.maybe(draw.out(torch.int32, batch + 1)), tables[0] if has_table else None,
+        draw.maybe(draw.out(torch.int32, room)), draw.maybe(draw.out(torch.int32, room + 1)),
+        draw.maybe(draw.out(torch.int32, room + 1)), tables[0] if has_table else None,
         swa_table if has_table else None, None if mapped else draw.maybe(draw.out(torch.int64, tokens)),
     )  # fmt: skip
     return {
@@ -93,6 +93,7 @@ def draw_write_metadata(draw: Draw) -> dict[str, Any]:
         "full_to_swa": token_map,
         "page_map": draw.maybe(draw.ints(-1, 20, draw.choice((0, 15, 60)))),
         "swa_page_map": draw.ints(-1, 20, draw.choice((0, 15, 60))) if mapped else None,
+        "width": draw.choice((None, layout.max_num_pages, width)),
         "tail": draw.choice(("keep", "clear")),
     }
 

@@ -121,15 +121,12 @@ def _write(
     full_to_swa: Tensor | None = None, page_map: Tensor | None = None, swa_page_map: Tensor | None = None,
     clear: bool = False,
 ) -> None:  # fmt: skip
-    """The first `bs` rows and `width` columns of every buffer, through the operator."""
+    """The first `bs` rows and `width` columns, through the operator."""
     if bs == 0:
         return
-    sizes = {"cache_seqlens": bs, "cu_seqlens_q": bs + 1, "cu_seqlens_k": bs + 1}
-    parts = {name: tensor[: sizes.get(name)] for name, tensor in out._asdict().items() if tensor is not None}
-    parts |= {name: table[:bs, :width] for name, table in parts.items() if name in ("page_table", "swa_page_table")}
     write_metadata(
-        req_to_token, req_pool_indices[:bs], seq_lens[:bs], EngineMetadata(**parts),
+        req_to_token, req_pool_indices[:bs], seq_lens[:bs], out,
         layout=layout_of(page_size, req_to_token.shape[1], width * page_size), seq_len_delta=delta,
         q_len=q_len[:bs] if isinstance(q_len, Tensor) else q_len or 0, slots=slots, full_to_swa=full_to_swa,
-        page_map=page_map, swa_page_map=swa_page_map, tail="clear" if clear else "keep",
+        page_map=page_map, swa_page_map=swa_page_map, width=width, tail="clear" if clear else "keep",
     )  # fmt: skip
