@@ -91,7 +91,7 @@ def test_through_inductor_every_token_is_the_reference_s() -> None:
     config.num_hidden_layers = 1
     arch = arch._replace(config=config)
     requests = make_requests(LENGTHS[:2], arch, seed=3)
-    work = plan(requests, arch, batch=4, chunk=16, draft_tokens=0, pool=1.0)
+    work = plan(requests, arch, batch=2, chunk=16, draft_tokens=0, pool=1.0)
     model = arch.build(3)
     result = run("llama", work.paged(arch, model), work, "inductor", quiet)
     assert result.whole and result.served == [serving.generate(model, request) for request in requests]
