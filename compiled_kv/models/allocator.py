@@ -86,9 +86,7 @@ class Allocator:
         """
         if not self.rows:
             return None
-        row = self.rows.pop()
-        self.generations[row] += 1
-        holding = Holding(row, self.generations[row])
+        holding = self.take_row()
         for page in self._prefix(tokens):
             self._hold(holding, page)
         if not self._make_free(self._lacking(holding, len(tokens)), 0):
@@ -98,6 +96,12 @@ class Allocator:
         self.shared_pages += len(holding.pages)
         self.slide(holding, cached)
         return holding, cached
+
+    def take_row(self) -> Holding:
+        """A free row, in a generation of its own, that holds no page yet."""
+        row = self.rows.pop()
+        self.generations[row] += 1
+        return Holding(row, self.generations[row])
 
     def grow(self, holding: Holding, length: int) -> bool:
         """Take pages until `length` tokens have slots; False, and nothing taken, where the pools run short."""

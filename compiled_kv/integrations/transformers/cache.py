@@ -88,7 +88,7 @@ class PagedCache(Cache):
                     f"{name} must leave {lacking} pages for {batch_size} rows of {length} tokens, "
                     f"{len(pool.free)} are free"
                 )
-        self.holdings = self.holdings or [Holding(rows.pop()) for _ in range(batch_size)]
+        self.holdings = self.holdings or [self.allocator.take_row() for _ in range(batch_size)]
         for holding in self.holdings:
             self.allocator.grow(holding, length)
         return torch.tensor([holding.row for holding in self.holdings], device=state.status.device)

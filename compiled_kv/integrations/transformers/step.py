@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ...checks import check_int
-from ...models.state import of_last_token
+from ...models.state import Batch, PagedState, of_last_token
 from .cache import PagedCache
 from .layer import layers
 from .model import check_model
 
 
-class DecodeStep(nn.Module):
-    """One step of a model over the pools of a paged cache; every row has its own length.
+class DecodeStep(PagedState):
+    """One step of a model over the pools and tables of a paged cache; every row has its own length.
 
     Args:
         model: the model that `cache` was made for, in eval mode.
@@ -35,19 +35,16 @@ class DecodeStep(nn.Module):
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, seq_len_delta: int = 0) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # the pools and tables are the cache's
         if not isinstance(cache, PagedCache):
             raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
         check_model(model, cache.state.layout)
         check_int("seq_len_delta", seq_len_delta, 0)
-        self.model, self.state, self.seq_len_delta = model, cache.state, seq_len_delta
+        self.model, self.seq_len_delta = model, seq_len_delta
+        self.layout, self.layer_types, self.pools = cache.state.layout, cache.state.layer_types, cache.state.pools
+        for name in ("req_to_token", "full_to_swa", "status"):
+            self.register_buffer(name, getattr(cache.state, name), persistent=False)
 
-    @property
-    def req_to_token(self) -> Tensor:
-        """int64 [max_reqs, max_seqlen_k]: the slots of each row."""
-        return self.state.req_to_token
-
-    @torch.no_grad()
     def forward(self, token_ids: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, num_reqs: Tensor | None = None,
                 q_lens: Tensor | None = None) -> Tensor:  # fmt: skip
         """One step over B rows of Q tokens, all of which have slots in `req_to_token`.
@@ -63,9 +60,14 @@ class DecodeStep(nn.Module):
             float [B, Q, vocab]; [B, 1, vocab] in a ragged step, of each row's last token.
         """
         q_max = token_ids.shape[1]
-        batch = self.state.batch(q_max, req_pool_indices, seq_lens, num_reqs, q_lens, self.seq_len_delta)
+        batch = self.batch(q_max, req_pool_indices, seq_lens, num_reqs, q_lens, self.seq_len_delta)
+        return self.logits(token_ids, batch, ragged=q_lens is not None)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor, batch: Batch, ragged: bool = False) -> Tensor:
+        """The step over a batch whose places are known, say from `DecodeBuffers`; as `forward` returns it."""
         logits = self.model(
             input_ids=token_ids, position_ids=batch.positions.clamp(min=0), use_cache=True,
-            past_key_values=Cache(layers=layers(self.state, batch)),
+            past_key_values=Cache(layers=layers(self, batch)),
         ).logits  # fmt: skip
-        return cast(Tensor, logits if q_lens is None else of_last_token(logits, batch.counts))
+        return cast(Tensor, of_last_token(logits, batch.counts) if ragged else logits)
