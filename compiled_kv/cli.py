@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -11,6 +12,12 @@ COMMANDS = {
     "demo": "compiled_kv.demo.command:demo",
     "replay": "compiled_kv.replay.command:command",
 }
+
+
+class Misused(click.ClickException):
+    """A wrong command, option or value: one line, exit status 2."""
+
+    exit_code = 2
 
 
 class LazyGroup(click.Group):
@@ -32,6 +39,28 @@ class LazyGroup(click.Group):
                 f"{cmd_name} needs {error.name}: pip install 'compiled_kv[cli,models]'"
             ) from None
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each command with the whole first sentence of its help."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, found.get_short_help_str(limit=1000)) for name, found in commands if found])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return self._in_a_line(super().parse_args, ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return self._in_a_line(super().invoke, ctx)
+
+    def _in_a_line(self, run: Any, *given: Any) -> Any:
+        try:
+            return run(*given)
+        except click.UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # of click 8.2 on: the help is what is shown
+                raise
+            message = " ".join(error.format_message().split())
+            where = error.ctx.command_path if error.ctx else "compiled-kv"
+            raise Misused(f"{message.rstrip('.')} (see {where} --help)") from None
 
 
 @click.group(cls=LazyGroup)

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import click
+import torch
 
 from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
@@ -22,6 +23,16 @@ class Refused(click.ClickException):
     exit_code = 2
 
 
+def usable(_: click.Context, __: click.Parameter, name: str) -> str:
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise click.BadParameter(f"must be cpu or cuda, got {name!r}")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise click.BadParameter(f"{name} cannot be used: {str(error).splitlines()[0]}") from None
+    return name
+
+
 @click.command("replay")
 @click.argument("step", metavar="[MODULE:FUNCTION]", required=False)
 @click.option("--scenario", type=click.Choice([*KINDS, "all"]), default="all", show_default=True)
@@ -32,7 +43,7 @@ class Refused(click.ClickException):
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the walk and of the synthetic trace.")
 @click.option("--trace", "file", type=click.Path(path_type=Path), help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")
 @click.option("--events", type=click.Path(path_type=Path), help="Play a printed scenario in place of these.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default="cpu", show_default=True, callback=usable, help="cpu or cuda.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of the largest batch.")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--context", type=click.IntRange(min=8), default=512, show_default=True, help="Longest context.")

@@ -1,0 +1,65 @@
+"""The command line: whole summaries, and one line with exit status 2 for every wrong command, option and value."""
+
+from __future__ import annotations
+
+import pytest
+
+testing = pytest.importorskip("click.testing")
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+
+from compiled_kv.cli import COMMANDS, main  # noqa: E402
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = testing.CliRunner().invoke(main, list(arguments), prog_name="compiled-kv")
+    return result.exit_code, result.output
+
+
+def test_help_shows_each_commands_whole_summary() -> None:
+    status, text = run("--help")
+    said = " ".join(text.split())
+    assert status == 0 and "..." not in text.replace("[ARGS]...", "")
+    assert "audit Audit the step that FUNCTION returns, as (step, arguments): does it compile whole, and what" in said
+    for name in COMMANDS:
+        assert run(name, "--help")[0] == 0
+
+
+WRONG: dict[str, str] = {
+    "fly": "No such command 'fly' (see compiled-kv --help)",
+    "--fly": "No such option '--fly'",
+    "audit": "Missing argument 'MODULE:FUNCTION' (see compiled-kv audit --help)",
+    "audit a:b c": "Got unexpected extra argument",
+    "audit a:b --target": "Option '--target' requires an argument",
+    "audit a:b --batch-sizes 1,0": "must be numbers from 1 on with commas between, got '1,0'",
+    "audit a:b --batch-sizes=": "must be numbers from 1 on with commas between, got ''",
+    "audit a:b --html /": "must be a file in a directory that exists, got '/'",
+    "audit a:b --html /absent/page.html": "must be a file in a directory that exists, got '/absent/page.html'",
+    "audit a:b --fail-on never": "'never' is not one of 'note', 'warning', 'error'",
+    "audit a:b --json=3": "'--json' does not take a value",
+    "demo --model gpt": "'gpt' is not one of 'llama'",
+    "demo --device tpu": "tpu cannot be used",
+    "demo --trace /absent": "/absent: No such file or directory",
+    "demo --batch x": "'x' is not a valid integer",
+    "demo --backend gcc": "'gcc' is not one of 'inductor'",
+    "replay nowhere": "nowhere must name a function as MODULE:FUNCTION",
+    "replay --scenario x": "'x' is not one of 'story'",
+    "replay --mode x": "'x' is not one of 'decode'",
+    "replay --steps 0": "0 is not in the range x>=1",
+    "replay --seed x": "'x' is not a valid integer",
+    "replay --trace /absent": "/absent: No such file or directory",
+    "replay --events /": "/: Is a directory",
+    "replay --device tpu": "must be cpu or cuda, got 'tpu'",
+    "replay --device cpu:x": "cpu:x cannot be used",
+    "replay --batch 0": "0 is not in the range x>=1",
+    "replay --page-size 0": "0 is not in the range x>=1",
+    "replay --context 7": "7 is not in the range x>=8",
+    "replay --window 0": "0 is not in the range x>=1",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG.items(), ids=list(WRONG))
+def test_what_is_wrong_is_said_in_one_line(command: str, message: str) -> None:
+    status, text = run(*command.split())
+    assert status == 2
+    assert message in text and text.count("\n") == 1 and text.startswith("Error: ")
