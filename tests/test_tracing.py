@@ -263,10 +263,21 @@ def test_meta_weights_are_traced_without_allocating() -> None:
     assert "addmm(fn.bias, input, t)" in render(graphs, "aot")
 
 
-@pytest.mark.parametrize("target", ["tpu", "cuda:90", "cuda:sm_", "hip:sm_90", "cpu:x"])
+@pytest.mark.parametrize(
+    "target",
+    ["tpu", "", "cuda:90", "cuda:sm_", "cuda:sm_999", "cuda:sm_9", "hip:sm_90", "hip:gfx000", "rocm:gfx000", "cpu:x"],
+)
 def test_unknown_target_is_refused(target: str) -> None:
-    with pytest.raises(ValueError, match=r"target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got"):
+    rule = f"target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got {target!r}; NN and NNN are of sm_70, .*gfx942"
+    with pytest.raises(ValueError, match=rule):
         capture(bump, ints(4), target=target)
+
+
+def test_known_architectures_are_traced_for() -> None:
+    names = [*(f"cuda:sm_{number}" for number in targets.NVIDIA), *(f"hip:{name}" for name in targets.AMD)]
+    assert [targets.Target.parse(name).name for name in names] == names
+    for name in ("cuda:sm_70", "cuda:sm_121", "hip:gfx908", "hip:gfx1250"):
+        assert capture(bump, ints(40), target=name).launches == {"_bump_kernel": 1}, name
 
 
 def test_argument_that_cannot_be_copied_is_refused() -> None:

@@ -119,7 +119,7 @@ def trace(
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("capture cannot trace interpreted kernels: use a process where TRITON_INTERPRET is not set")
-    where = Target.parse(target) if target else None
+    where = None if target is None else Target.parse(target)
     recorder, reads = Recorder(fn), list[EagerRead]()
     mode = recording_mode(reads)
     fakes = Fakes(mode, where.device if where else None)
@@ -137,7 +137,7 @@ def trace(
                 compiled(*given, **named)
                 recorder.end_call()
                 first = first or (len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             stopped = error
         count, breaks, frozen = first or (len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen))
         again = recompiles()

@@ -18,8 +18,13 @@ from typing import Any
 import torch
 
 DEFAULT_ARCH = 90
+# What Triton 3.7 builds kernels for.
+NVIDIA = (70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+AMD = (
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151",
+    "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
+)  # fmt: skip
 _SM = re.compile(r"sm_(\d+)[a-z]?")
-_GFX = re.compile(r"gfx[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,19 @@ class Target:
         """Read `cpu`, `cuda`, `cuda:sm_90` or `hip:gfx942`.
 
         Raises:
-            ValueError: the name is none of those.
+            ValueError: the name is none of those, or Triton builds no kernels for the architecture.
         """
         backend, _, arch = name.partition(":")
         if name == "cpu":
             return cls(name, torch.device("cpu"))
         if name == "cuda":
             return cls(name, torch.device("cuda", 0))
-        if backend == "cuda" and (match := _SM.fullmatch(arch)):
+        if backend == "cuda" and (match := _SM.fullmatch(arch)) and int(match[1]) in NVIDIA:
             return cls(name, torch.device("cuda", 0), int(match[1]))
-        if backend == "hip" and _GFX.fullmatch(arch):
+        if backend == "hip" and arch in AMD:
             return cls(name, torch.device("cuda", 0), arch)
-        raise ValueError(f"target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got {name!r}")
+        known = ", ".join([*(f"sm_{number}" for number in NVIDIA), *AMD])
+        raise ValueError(f"target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got {name!r}; NN and NNN are of {known}")
 
     @property
     def is_cpu(self) -> bool:
