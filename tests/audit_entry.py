@@ -51,6 +51,17 @@ def raising() -> Any:
     return step, (torch.zeros(4),)
 
 
+def exiting() -> Any:
+    def step(x: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+    return step, (torch.zeros(4),)
+
+
+def leaving() -> None:
+    raise SystemExit(3)
+
+
 def mismatched() -> Any:
     return (lambda x: x @ x), (torch.zeros(2, 3),)
 

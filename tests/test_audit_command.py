@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,21 +62,45 @@ def test_page_is_self_contained_and_shows_the_line(tmp_path: Path) -> None:
         (["tests.audit_entry:no_pair"], "the function must return (step, arguments)"),
         (["tests.audit_entry:no_callable"], "got (int, tuple)"),
         (["tests.audit_entry:unmade"], "unmade raised KeyError: 'no weights'"),
+        (["tests.audit_entry:leaving"], "leaving raised SystemExit: 3"),
         (["tests.audit_entry:raising"], "the step raised OverflowError: the step's own error"),
+        (["tests.audit_entry:exiting"], "the step raised SystemExit: 3"),
         (["tests.audit_entry:mismatched"], "the step raised RuntimeError('a and b must have same reduction dim"),
         (
             ["tests.audit_entry:whole", "--target", "tpu"],
             "target must be cpu, cuda, cuda:sm_NN or hip:gfxNNN, got 'tpu'",
         ),
+        (["tests.audit_entry:whole", "--target", "cuda:sm_999"], "got 'cuda:sm_999'; NN and NNN are of sm_70, sm_75"),
         (["tests.audit_entry:fixed_size", "--batch-sizes", "1,2"], "--batch-sizes needs a fixed_size(batch_size)"),
-        (["tests.audit_entry:whole", "--batch-sizes", "1,x"], "must be numbers with commas between, got '1,x'"),
+        (
+            ["tests.audit_entry:whole", "--batch-sizes", "1,x"],
+            "must be numbers from 1 on with commas between, got '1,x'",
+        ),
     ],
     ids=lambda value: value[0].rpartition(":")[2] + "".join(value[1:]) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_message_and_exits_2(arguments: list[str], message: str) -> None:
-    status, text = run(*arguments)
+    with torchs_log() as spilt:
+        status, text = run(*arguments)
     assert status == 2
     assert message in text and "Traceback" not in text
+    assert spilt == []
+
+
+@contextmanager
+def torchs_log() -> Iterator[list[str]]:
+    """What torch's loggers that print would have printed."""
+    spilt: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: spilt.append(record.getMessage())  # type: ignore[method-assign]
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    loggers = [logger for logger in map(logging.getLogger, names) if logger.handlers]
+    assert loggers
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield spilt
+    for logger in loggers:
+        logger.removeHandler(handler)
 
 
 MODEL = """

@@ -71,6 +71,27 @@ def test_clean_step_has_no_finding(name: str, way: tuple[bool, bool]) -> None:
     assert report.findings == () and report.ok, str(report)
 
 
+def test_bytes_cloned_are_given_by_argument() -> None:
+    step = hazards.HAZARDS["added_in_place"]
+    report = audit(step, *arguments(step))
+    # Rows [4, 8] of float32 are added in a copy and written back.
+    assert report.cloned == {"pool": 4 * 8 * 4} and report.evidence()["bytes cloned"] == "128: pool 128"
+    step = hazards.HAZARDS["carved_workspace"]
+    assert set(audit(step, *arguments(step)).cloned) == {"workspace"}
+    step = clean.CLEAN["arithmetic"]
+    assert audit(step, *arguments(step)).cloned == {}
+
+
+def test_an_error_behind_a_made_up_value_is_not_the_steps_own() -> None:
+    def split(x: Any, lens: Any) -> Any:
+        n = lens.max()
+        return x.split([n, 8 - n], 1)[0].nonzero()
+
+    report = audit(split, *arguments(hazards.HAZARDS["int_of"]))
+    assert "host-read" in {each.rule for each in report.findings} and not report.ok
+    assert any(text.startswith("what follows an error of torch's") for text in report.undecided)
+
+
 def test_corpus_is_large_enough() -> None:
     marks = {mark for step in hazards.HAZARDS.values() for mark in planted(step)}
     assert len(hazards.HAZARDS) >= 45 and len(clean.CLEAN) >= 25

@@ -30,6 +30,8 @@ RULES: tuple[Callable[[Graphs], Any], ...] = (
     state.output_fed_back,
     state.analysis_fallback,
 )
+ANYWHERE = (hazards.graph_break, hazards.stopped, hazards.host_read)  # rules that hold on any device
+SEES_MOST, GOES_FURTHER = (False, True), (False, False)  # (fullgraph, scalars captured)
 CALLS = 3  # the first, and two more: a number that dynamo makes dynamic on the second call stays so on the third
 
 
@@ -49,37 +51,54 @@ def audit(
         dynamic: as in torch.compile.
         batches: further arguments to call the step with after `args`, of other batch sizes, to see what recompiles.
         fullgraph, capture_scalars: how you compile the step; findings of that way are added to those of the way that
-            sees most (breaks allowed, scalars captured).
+            sees most (breaks allowed, scalars captured). Where an error of torch's ends that one early, findings of
+            a trace that captures no scalars are added, which goes on behind each value that is read.
 
     Raises:
         StepError: the step raised.
         TypeError, ValueError: as `capture`.
     """
-    ways = [(False, True)] + [(fullgraph, capture_scalars)] * ((fullgraph, capture_scalars) != (False, True))
-    traces = []
-    for whole, scalars in ways:
+
+    def traced(whole: bool, scalars: bool, where: str = target) -> Graphs:
         settings = {"capture_scalar_outputs": scalars, "capture_dynamic_output_shape_ops": scalars}
-        traces.append(
-            trace(
-                fn, args, kwargs, target=target, dynamic=dynamic, fullgraph=whole, settings=settings, more=batches,
-                repeat=CALLS if whole is False else 1,
-            )
+        return trace(
+            fn, args, kwargs, target=where, dynamic=dynamic, fullgraph=whole, settings=settings, more=batches,
+            repeat=1 if whole else CALLS,
         )  # fmt: skip
-        check_ran(traces[-1])
-    findings: list[Finding] = [finding for graphs in traces for rule in RULES for finding in rule(graphs)]
-    return _report(traces[0], findings)
+
+    asked = (fullgraph, capture_scalars)
+    traces = {way: traced(*way) for way in dict.fromkeys([SEES_MOST, asked])}
+    if traces[SEES_MOST].stopped is not None and GOES_FURTHER not in traces:
+        traces[GOES_FURTHER] = traced(*GOES_FURTHER)
+    check_ran([graphs for (whole, _), graphs in traces.items() if not whole])
+    findings: list[Finding] = [finding for graphs in traces.values() for rule in RULES for finding in rule(graphs)]
+    if GOES_FURTHER in traces and traces[GOES_FURTHER].stopped is not None:
+        on_cpu = traced(*GOES_FURTHER, "cpu")
+        findings += [finding for rule in ANYWHERE for finding in rule(on_cpu)]
+    return _report(traces[SEES_MOST], findings)
 
 
-def check_ran(graphs: Graphs) -> None:
-    """Tell an error of the step's own from one that says why it cannot be compiled."""
+def check_ran(traces: Sequence[Graphs]) -> None:
+    """Tell an error of the step's own from one that says why it cannot be compiled: the former comes in every way.
+
+    Raises:
+        StepError: the step raised.
+    """
+    raised = [_of_the_step(graphs) for graphs in traces]
+    if None not in raised:
+        raise StepError(f"the step raised {raised[0]}") from traces[0].stopped
+
+
+def _of_the_step(graphs: Graphs) -> str | None:
     error = graphs.stopped
-    if error is None or len(graphs.aot) < len(graphs.dynamo):
-        return
+    if error is None or len(graphs.aot) < len(graphs.dynamo) or graphs.eager_reads:
+        return None  # behind a value that was read, the trace goes on with a made-up one, which may be at fault
     if isinstance(error, TorchRuntimeError) and not any(each.rule != "graph-break" for each in hazards.stopped(graphs)):
         got = re.search(r"got (\w+\(.*\))", str(error))
-        raise StepError(f"the step raised {got[1] if got else hazards.first_sentence(str(error))}") from error
+        return got[1] if got else hazards.first_sentence(str(error))
     if not isinstance(error, TorchDynamoException):
-        raise StepError(f"the step raised {type(error).__name__}: {hazards.first_sentence(str(error))}") from error
+        return f"{type(error).__name__}: {hazards.first_sentence(str(error))}".removesuffix(": ")
+    return None
 
 
 def _report(graphs: Graphs, findings: list[Finding]) -> Report:

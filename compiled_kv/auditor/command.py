@@ -21,12 +21,18 @@ class Refused(click.ClickException):
 
 
 def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]:
-    if not text:
+    if text is None:
         return []
-    try:
-        return [int(each) for each in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"must be numbers with commas between, got {text!r}") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"must be numbers from 1 on with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def writable(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise click.BadParameter(f"must be a file in a directory that exists, got {str(path)!r}")
+    return path
 
 
 @click.command("audit")
@@ -36,7 +42,7 @@ def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]:
 @click.option("--batch-sizes", callback=sizes, help="call FUNCTION(size) and the step for each, e.g. 1,2,8")
 @click.option("--fullgraph", is_flag=True, help="compile the step with fullgraph=True too")
 @click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
-@click.option("--html", type=click.Path(path_type=Path), help="write the report as one page")
+@click.option("--html", type=click.Path(path_type=Path), callback=writable, help="write the report as one page")
 @click.option("--no-measure", is_flag=True, help="leave the step unrun where the target's device is here")
 @click.option("--fail-on", type=click.Choice(SEVERITIES), default="warning", show_default=True)
 def command(
@@ -60,7 +66,10 @@ def command(
     if html:
         from compiled_kv.auditor.page import page
 
-        html.write_text(page(report), encoding="utf-8")
+        try:
+            html.write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            raise Refused(f"{html}: {error.strerror}") from None
     _print(report, as_json)
     raise SystemExit(1 if report.at_least(fail_on) or not report.is_whole else 0)
 

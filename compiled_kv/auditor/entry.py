@@ -39,7 +39,7 @@ def load(name: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EntryError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -64,7 +64,7 @@ def examples(function: Callable[..., Any], batch_sizes: Sequence[int] = ()) -> l
 def _made(function: Callable[..., Any], *size: int) -> Any:
     try:
         return function(*size)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EntryError(f"{function.__name__} raised {type(error).__name__}: {error}") from error
 
 

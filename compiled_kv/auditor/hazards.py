@@ -21,6 +21,7 @@ _READING_BREAKS = (
     "Data dependent operator",
     "Tensor.item()",
     "Could not guard on data",
+    "Pending unbacked symbols",  # a tensor where a number is wanted
 )
 _SHAPE_BREAKS = ("Dynamic shape operator", "nonzero", "DynamicOutputShape")
 _UNSAFE = ("synchronize", "empty_cache", "manual_seed", "pin_memory", "set_rng_state", "memory_stats", "mem_get_info")

@@ -38,6 +38,8 @@ def cloned(graphs: Graphs) -> dict[str, int]:
     found: Counter[str] = Counter()
     for copy in graphs.copies or ():
         base = places.base_of(copy.node.args[0])  # type: ignore[arg-type]
+        while _is_scatter(base):
+            base = places.base_of(base.args[0])  # type: ignore[arg-type]
         found[name_of(base) if base.op == "placeholder" else "the step's own tensors"] += copy.bytes or 0
     return {name: size for name, size in found.most_common() if size}
 

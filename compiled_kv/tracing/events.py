@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 _SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 
@@ -65,6 +69,11 @@ def _recompile(code: Any, reason: str) -> Recompile:
 
 
 def _graph_break(reason: Any) -> GraphBreak:
-    stack = reason.user_stack
-    place = (stack[-1].filename, stack[-1].lineno or 0) if stack else ("", 0)
-    return GraphBreak(str(reason.reason), *place)
+    frames = [(frame.filename, frame.lineno or 0) for frame in reason.user_stack]
+    return GraphBreak(str(reason.reason), *innermost(frames))
+
+
+def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """The last frame that is not torch's own."""
+    users = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return users[-1] if users else ("", 0)

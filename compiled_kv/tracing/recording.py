@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Frozen, GraphBreak
+from compiled_kv.tracing.events import Frozen, GraphBreak, innermost
 
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NUMBER = re.compile(r"L\['(\w+)'\] == (-?[\d.]+(?:e-?\d+)?)")
 _ARGUMENT = re.compile(r"^L_args_(\d+)_")
 
@@ -47,18 +48,19 @@ class Recorder(logging.Handler):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """What torch would print of breaks and failures goes on record here instead."""
-        loggers = [logging.getLogger(name) for name in ("torch._dynamo", _BREAK_LOG, "torch.__trace")]
-        before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+        breaks, structured = logging.getLogger(_BREAK_LOG), logging.getLogger("torch.__trace")
+        loggers = dict.fromkeys([logging.getLogger("torch._dynamo"), breaks, structured, *_torchs_loggers()])
+        before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
         for logger in loggers:
             logger.handlers, logger.propagate = [self], False
-        loggers[1].setLevel(logging.DEBUG)
-        loggers[2].handlers = []  # torch then leaves out its structured trace, which no one reads here
+        breaks.setLevel(logging.DEBUG)
+        structured.handlers = []  # torch then leaves out its structured trace, which no one reads here
         disabled, logging.root.manager.disable = logging.root.manager.disable, logging.NOTSET
         try:
             yield
         finally:
             logging.root.manager.disable = disabled
-            for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            for logger, handlers, propagate, level in before:
                 logger.handlers, logger.propagate = handlers, propagate
                 logger.setLevel(level)
 
@@ -71,7 +73,8 @@ class Recorder(logging.Handler):
             self.limits.append(text)
         elif match := _BREAK.search(text):
             reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
-            self.breaks.append(GraphBreak(reason, match[1], int(match[2])))
+            frames = [(frame[1], int(frame[2])) for frame in _FRAME.finditer(text)]
+            self.breaks.append(GraphBreak(reason, *innermost(frames or [(match[1], int(match[2]))])))
 
     def guards(self, guards: Any) -> None:
         """What dynamo calls with the guards of each graph."""
@@ -142,6 +145,13 @@ class Recorder(logging.Handler):
     def _parameter(self, match: re.Match[str]) -> str:
         index = int(match[1])
         return f"L_{self.parameters[index]}_" if index < len(self.parameters) else match[0]
+
+
+def _torchs_loggers() -> Iterator[logging.Logger]:
+    """Those of torch's loggers that print by themselves."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger) and logger.handlers:
+            yield logger
 
 
 def _without_literals(graph: fx.GraphModule) -> fx.GraphModule:

@@ -177,6 +177,46 @@ def in_comprehension(x: Tensor, lens: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
+# behind a value that was read: torch's own trace ends at some of these
+
+
+@hazard
+def behind_slice_bound(x: Tensor, lens: Tensor) -> Tensor:
+    kept = x[:, : lens.max().item()]  # HAZARD host-read
+    return kept.sum() + x.nonzero().shape[0]  # HAZARD data-dependent-shape
+
+
+@hazard
+def behind_column(x: Tensor, lens: Tensor) -> Tensor:
+    column = x[:, lens.max().item()]  # HAZARD host-read
+    offset = torch.tensor([1.0, 2.0], device=x.device)[0]  # HAZARD host-to-device-copy
+    return column[column > 0] + offset  # HAZARD data-dependent-shape
+
+
+@hazard
+def behind_select(x: Tensor, lens: Tensor) -> Tensor:
+    column = x.select(1, lens.max())  # HAZARD host-read
+    return column[column > 0]  # HAZARD data-dependent-shape
+
+
+@hazard
+def behind_pad(x: Tensor, lens: Tensor) -> Tensor:
+    padded = F.pad(x, (0, lens.max()))  # HAZARD host-read
+    return padded if padded.sum() > 0 else x  # HAZARD host-read
+
+
+@hazard
+def behind_range(x: Tensor, lens: Tensor) -> Tensor:
+    kept = x[:, range(int(lens.max()))]  # HAZARD host-read
+    return kept[kept > 0]  # HAZARD data-dependent-shape
+
+
+@hazard
+def behind_list(x: Tensor, lens: Tensor) -> Tensor:
+    parts = [x[i, :n] for i, n in enumerate(lens.tolist())]  # HAZARD host-read
+    return torch.cat(parts).nonzero()  # HAZARD data-dependent-shape
+
+
 # data-dependent-shape
 
 
