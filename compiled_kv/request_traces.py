@@ -11,9 +11,13 @@ phase splitting", ISCA 2024).
 from __future__ import annotations
 
 import csv
+import io
 import math
 import random
+import re
+import reprlib
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,38 +46,62 @@ def read_trace(path: Path) -> list[Lengths]:
     """Every request of a CSV file with the three `COLUMNS`; row 1 is the header.
 
     Raises:
-        TraceError: a column is missing, a length is negative or no whole number, or there is no request.
+        TraceError: the file is no UTF-8 text or no CSV, a column is missing, a time is neither a number nor an ISO
+            date, a length is negative or no whole number, or there is no request.
+        OSError: the file cannot be read.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        try:
-            trace = list(_rows(path, csv.DictReader(file)))
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise TraceError(f"{path}: not a CSV file: {error}") from None
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="")
+    try:
+        trace = list(_rows(path, reader))
+    except csv.Error as error:
+        raise TraceError(f"{path}: row {reader.line_num + 1}: not CSV: {error}") from None
     if not trace:
         raise TraceError(f"{path}: row 2: no request, the trace is empty")
     return trace
 
 
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        row = 1 + data[: error.start].count(b"\n")
+        raise TraceError(f"{path}: row {row}: not UTF-8 text: byte {data[error.start]:#04x}") from None
+
+
 def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Lengths]:
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
-        raise TraceError(
-            f"{path}: row 1: missing column {', '.join(missing)}, got {','.join(reader.fieldnames or ()) or 'nothing'}"
-        )
+        got = ",".join(reader.fieldnames) if reader.fieldnames else None
+        raise TraceError(f"{path}: row 1: missing column {', '.join(missing)}, got {_short(got)}")
     for row in reader:
-        yield Lengths(*(_length(path, reader.line_num, name, row[name]) for name in COLUMNS[1:]))
+        where = f"{path}: row {reader.line_num}"
+        if "" in row:
+            raise TraceError(f"{where}: more fields than row 1 has")
+        if not _is_time(row["TIMESTAMP"] or ""):
+            raise TraceError(f"{where}: TIMESTAMP must be a number or an ISO date, got {_short(row['TIMESTAMP'])}")
+        yield Lengths(*(_length(where, name, row[name]) for name in COLUMNS[1:]))
 
 
-def _length(path: Path, row: int, column: str, text: str | None) -> int:
+def _is_time(text: str) -> bool:
     try:
-        value = int(text or "")
+        datetime.fromisoformat(text.strip())
     except ValueError:
-        raise TraceError(
-            f"{path}: row {row}: {column} must be a whole number, got {'nothing' if text is None else repr(text)}"
-        ) from None
-    if value < 0:
-        raise TraceError(f"{path}: row {row}: {column} must not be negative, got {value}")
-    return value
+        return re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", text, re.ASCII) is not None
+    return True
+
+
+def _length(where: str, column: str, text: str | None) -> int:
+    if text is None or not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text, re.ASCII):
+        raise TraceError(f"{where}: {column} must be a whole number, got {_short(text)}")
+    if int(text) < 0:
+        raise TraceError(f"{where}: {column} must not be negative, got {int(text)}")
+    return int(text)
+
+
+def _short(text: str | None) -> str:
+    """What came, in one short line."""
+    return "nothing" if text is None else reprlib.repr(text)
 
 
 def synthetic_trace(requests: int, seed: int) -> list[Lengths]:

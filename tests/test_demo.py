@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from compiled_kv.cli import main
 from compiled_kv.demo import serving
 from compiled_kv.demo.decoding import buckets, buffers_for
+from compiled_kv.demo.progress import Lines
 from compiled_kv.demo.report import complaints
 from compiled_kv.demo.serving import run, serve
 from compiled_kv.demo.speculative import verification
@@ -130,6 +131,8 @@ def invoke(*args: str) -> Result:
 def test_the_command_prints_the_table_and_ends_with_status_0() -> None:
     ended = invoke()
     assert ended.exit_code == 0, ended.output
+    assert ended.output.startswith("llama: compiling\nllama: serving\n")
+    assert "llama: generate(), 8 of 8 tokens\n" in ended.output
     for label in ("tokens equal to the reference", "graphs compiled", "graph breaks", "host reads", "tokens/s"):
         assert label in ended.output
 
@@ -178,11 +181,48 @@ def test_a_round_traced_for_cuda_launches_once_a_stage_and_copies_no_table() -> 
     assert not {copy.bytes for copy in graphs.copies} & {*tables, model.pools[0][0].data.untyped_storage().nbytes()}
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
-def test_a_device_that_is_not_there_ends_the_command_with_status_2(device: str) -> None:
-    ended = invoke("--device", device)
+REFUSED = {
+    "no-such-device": (["--device", "cuda:99"], "device cuda:99 cannot be used"),
+    "no-device": (["--device", "abacus"], "device abacus cannot be used"),
+    "no-values": (["--device", "meta"], "device meta cannot be used: it must be cpu or cuda"),
+    "scale-nan": (["--scale", "nan"], "--scale must be a number from 1e-09 to 1e+09, got nan"),
+    "scale-inf": (["--scale", "inf"], "--scale must be a number from 1e-09 to 1e+09, got inf"),
+    "scale-zero": (["--scale", "0"], "--scale must be a number from 1e-09 to 1e+09, got 0"),
+    "scale-too-large": (["--scale", "1e300"], "--scale must be a number from 1e-09 to 1e+09, got 1e+300"),
+    "too-long": (["--scale", "1e4"], "--scale 10000 makes request 1 longer than the 32736 tokens of llama"),
+    "pool-nan": (["--pool", "nan"], "--pool must be a number from 0 to 16, got nan"),
+    "pool-inf": (["--pool", "inf"], "--pool must be a number from 0 to 16, got inf"),
+    "pool-negative": (["--pool", "-1"], "--pool must be a number from 0 to 16, got -1"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "line"), REFUSED.values(), ids=REFUSED)
+def test_an_argument_that_cannot_be_used_ends_the_command_with_one_line(arguments: list[str], line: str) -> None:
+    ended = invoke(*arguments)
     assert ended.exit_code == 2
-    assert f"device {device} cannot be used" in ended.output and ended.output.count("\n") == 1
+    assert ended.output.startswith(f"Error: {line}") and ended.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--batch", "0"], ["--chunk", "5000"], ["--draft-tokens", "65"], ["--seed", "-1"]], ids=" ".join
+)
+def test_a_count_out_of_bounds_is_a_usage_error(arguments: list[str]) -> None:
+    ended = invoke(*arguments)
+    assert ended.exit_code == 2 and f"Invalid value for '{arguments[0]}'" in ended.output
+
+
+def test_without_a_terminal_each_quarter_of_a_phase_is_a_line() -> None:
+    said: list[str] = []
+    lines = Lines(10, said.append)
+    for what, count in [("a: compiling", 0), *[("a: serving", 1)] * 10, ("a: generate()", 6), ("a: generate()", 4)]:
+        lines(what, count)
+    assert said == [
+        "a: compiling",
+        "a: serving",
+        *(f"a: serving, {done} of 10 tokens" for done in (3, 5, 8, 10)),
+        "a: generate()",
+        *(f"a: generate(), {done} of 10 tokens" for done in (6, 10)),
+    ]
 
 
 @pytest.mark.gpu

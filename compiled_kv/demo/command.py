@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from compiled_kv.request_traces import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 
 from ..models import NAMES, architecture
+from .progress import follow
 from .report import show
-from .serving import Result, serve
-from .workload import Workload, make_requests, plan
+from .serving import serve
+from .workload import make_requests, plan
 
 
 class Unusable(click.ClickException):
-    """A trace or a device that cannot be used: one line, exit status 2."""
+    """An argument that cannot be used: one line, exit status 2."""
 
     exit_code = 2
 
@@ -29,7 +29,8 @@ def option(*names: str, text: str, **settings: Any) -> Callable[[Callable[..., N
     return click.option(*names, help=text, show_default="default" in settings, **settings)
 
 
-COUNT = click.IntRange(min=1)
+# Of what a step's buffers are sized by; more would be a slip of the pen.
+COUNT = click.IntRange(1, 4096)
 BACKENDS = ["inductor", "aot_eager", "eager"]
 
 
@@ -37,13 +38,13 @@ BACKENDS = ["inductor", "aot_eager", "eager"]
 @option("--model", type=click.Choice([*NAMES, "all"]), default="llama", text="Architecture to serve.")
 @option("--device", default="cpu", text="cpu or cuda.")
 @option("--trace", type=click.Path(path_type=Path), text=f"CSV: {','.join(COLUMNS)}. Without: a synthetic trace.")
-@option("--requests", type=COUNT, default=32, text="Requests to serve.")
-@option("--scale", type=click.FloatRange(min=0, min_open=True), default=0.05, text="Factor on every length.")
+@option("--requests", type=click.IntRange(min=1), default=32, text="Requests to serve.")
+@option("--scale", type=float, default=0.05, text="Factor on every length.")
 @option("--batch", type=COUNT, default=8, text="Rows of a step.")
 @option("--chunk", type=COUNT, default=16, text="Prompt tokens that a row may put into one step.")
-@option("--pool", type=click.FloatRange(min=0), default=0.9, text="Pages, as a share of what a full batch needs.")
-@option("--draft-tokens", type=click.IntRange(min=0), default=0, text="Tokens a verify step reads; 0: no drafts.")
-@option("--seed", type=int, default=0, text="Of weights, prompts and the synthetic trace.")
+@option("--pool", type=float, default=0.9, text="Pages, as a share of what a full batch needs.")
+@option("--draft-tokens", type=click.IntRange(0, 64), default=0, text="Tokens a verify step reads; 0: no drafts.")
+@option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, text="Of weights, prompts and the synthetic trace.")
 @option("--threads", type=COUNT, default=1, text="Of torch's CPU kernels.")
 @option("--backend", type=click.Choice(BACKENDS), default="inductor", text="Of torch.compile.")
 def demo(
@@ -52,30 +53,58 @@ def demo(
 ) -> None:  # fmt: skip
     """Serve requests through one compiled graph a step, and compare every token with transformers' generate().
 
-    Exit status 1 if a token differs or a step was not compiled whole, 2 for a trace or device that cannot be used.
+    Exit status 1 if a token differs or a step was not compiled whole, 2 for an argument that cannot be used.
     """
     check_device(device)
+    check_number("--scale", scale, 1e-9, 1e9)
+    check_number("--pool", pool, 0, 16)
     torch.set_num_threads(threads)  # a second thread has nothing to win in models this small
     lengths = [row.scaled(scale) for row in load(trace, requests, seed)]
     names = NAMES if model == "all" else (model,)
+    check_lengths(lengths, names, scale)
     workloads = {}
     for name in names:
         arch = architecture(name)
         asked = make_requests(lengths, arch, seed)
         workloads[name] = plan(asked, arch, batch=batch, chunk=chunk, draft_tokens=draft_tokens, pool=pool)
     console = Console()
-    results = follow(console, workloads, seed=seed, device=device, backend=backend)
+    if not console.is_terminal:
+        console.width = 120  # a file has no edge at which to break the table
+    tokens = sum(request.new_tokens for request in workloads[names[0]].requests)
+    with follow(console, tokens, 2 * len(names)) as progress:
+        results = [
+            serve(name, workload, seed=seed, device=device, backend=backend, progress=progress)
+            for name, workload in workloads.items()
+        ]
     show(results, console)
     if not all(result.ok for result in results):
         raise SystemExit(1)
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that torch does not know or cannot reach."""
+    """Refuse a device that torch does not know or cannot reach, or that holds no values."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        kind = torch.empty(0, device=device).device.type
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise Unusable(f"device {device} cannot be used: {str(error).splitlines()[0]}") from None
+    if kind not in ("cpu", "cuda"):
+        raise Unusable(f"device {device} cannot be used: it must be cpu or cuda")
+
+
+def check_number(name: str, value: float, least: float, most: float) -> None:
+    """Refuse what lies outside the bounds, and what is no number."""
+    if not least <= value <= most:
+        raise Unusable(f"{name} must be a number from {least:g} to {most:g}, got {value:g}")
+
+
+def check_lengths(lengths: Sequence[Lengths], names: Sequence[str], scale: float) -> None:
+    """Refuse a request that is longer than a model's positions; a prompt may get an opening before it."""
+    for name in names:
+        arch = architecture(name)
+        most = arch.config.max_position_embeddings - 2 * arch.page_size
+        for number, row in enumerate(lengths, 1):
+            if sum(row) > most:
+                raise Unusable(f"--scale {scale:g} makes request {number} longer than the {most} tokens of {name}")
 
 
 def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
@@ -88,18 +117,3 @@ def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
         raise Unusable(str(error)) from None
     except OSError as error:
         raise Unusable(f"{trace}: {error.strerror}") from None
-
-
-def follow(console: Console, workloads: dict[str, Workload], *, seed: int, device: str, backend: str) -> list[Result]:
-    """Serve one workload after the other behind a progress bar that counts tokens, ours and the reference's."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    total = 2 * sum(request.new_tokens for workload in workloads.values() for request in workload.requests)
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        return [
-            serve(
-                name, workload, seed=seed, device=device, backend=backend,
-                progress=lambda what, count: bar.update(task, description=what, advance=count),
-            )
-            for name, workload in workloads.items()
-        ]  # fmt: skip
