@@ -40,21 +40,30 @@ def _advance_draft_kernel(
     inside = in_batch & (is_full == 0) & (held >= -1) & (column >= 0)
     block = page_of(load_at(pool_ptr + row * pool_row_stride, column, pool_stride, inside, -1), 1).to(tl.int64)
     seq_len = tl.minimum(tl.maximum(load_at(seq_lens_ptr, row, seq_stride, in_batch, 0), 0), cap) + 1
-    tl.store(next_positions_ptr + row, position, mask=in_batch)
-    tl.store(next_seq_lens_ptr + row, tl.where(is_full, 1, tl.minimum(seq_len, cap)).to(tl.int32), mask=in_batch)
+    seq_len = tl.where(is_full, 1, tl.minimum(seq_len, cap)).to(tl.int32)
+    if next_positions_ptr is None:
+        tl.store(positions_ptr + row * position_stride, position, mask=in_batch)
+        tl.store(seq_lens_ptr + row * seq_stride, seq_len, mask=in_batch)
+    else:
+        tl.store(next_positions_ptr + row, position, mask=in_batch)
+        tl.store(next_seq_lens_ptr + row, seq_len, mask=in_batch)
     slot = tl.where(block < 0, -1, block * PAGE_SIZE + position % PAGE_SIZE)
     tl.store(slot_mapping_ptr + row, slot, mask=row < num_tokens)
 
 
-def _launch(out: Advanced, positions: Tensor, block_table: Tensor, seq_lens: Tensor, page_size: int, cap: int) -> None:
-    new_positions, slot_mapping, new_seq_lens = out
+def _launch(
+    positions: Tensor, block_table: Tensor, seq_lens: Tensor, slot_mapping: Tensor, new: tuple[Tensor, Tensor] | None,
+    tokens: int, page_size: int, cap: int,
+) -> None:  # fmt: skip
+    """`new` None: positions and lengths move on in place."""
+    new_positions, new_seq_lens = new or (None, None)
     launch(
-        _advance_draft_kernel, (ceil_div(slot_mapping.shape[0], TOKENS),),
+        _advance_draft_kernel, (ceil_div(tokens, TOKENS),),
         positions_ptr=positions, pool_ptr=block_table, seq_lens_ptr=seq_lens, next_positions_ptr=new_positions,
         slot_mapping_ptr=slot_mapping, next_seq_lens_ptr=new_seq_lens, pool_width=block_table.shape[1],
         pool_row_stride=block_table.stride(0), pool_stride=block_table.stride(1),
         position_stride=positions.stride(0), seq_stride=seq_lens.stride(0), batch_size=positions.shape[0],
-        num_tokens=slot_mapping.shape[0], cap=cap, PAGE_SIZE=page_size, TOKENS=TOKENS,
+        num_tokens=tokens, cap=cap, PAGE_SIZE=page_size, TOKENS=TOKENS,
     )  # fmt: skip
 
 
@@ -80,23 +89,29 @@ def _advance_draft(
     rows = positions.shape[0]
     kinds = ((rows, torch.int64), (tokens, torch.int64), (rows, torch.int32))
     new_positions, slot_mapping, new_seq_lens = (positions.new_empty((n,), dtype=dtype) for n, dtype in kinds)
-    out = (new_positions, slot_mapping, new_seq_lens)
-    _launch(out, positions, block_table, seq_lens, page_size, cap)
-    return out
+    new = (new_positions, new_seq_lens)
+    _launch(positions, block_table, seq_lens, slot_mapping, new, tokens, page_size, cap)
+    return new_positions, slot_mapping, new_seq_lens
 
 
 @triton_op("compiled_kv::advance_draft_in_place", mutates_args=FIELDS)
 def _advance_draft_in_place(
-    positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int, cap: int
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    tokens: int,
+    page_size: int,
+    cap: int,
 ) -> None:
-    out = (positions, slot_mapping, seq_lens)
-    check_distinct_fake(dict(zip(FIELDS, out)), {"block_table": block_table})
+    check_distinct_fake(dict(zip(FIELDS, (positions, slot_mapping, seq_lens))), {"block_table": block_table})
     if runs_kernel(positions):
-        _launch(out, positions, block_table, seq_lens, page_size, cap)
+        _launch(positions, block_table, seq_lens, slot_mapping, None, tokens, page_size, cap)
         return
-    tokens = slot_mapping.shape[0]
-    for target, value in zip(out, _cpu_body(positions, block_table, seq_lens, tokens, page_size, cap)):
-        target.copy_(value)
+    new_positions, slots, lengths = _cpu_body(positions, block_table, seq_lens, tokens, page_size, cap)
+    positions.copy_(new_positions)
+    slot_mapping[:tokens].copy_(slots)
+    seq_lens.copy_(lengths)
 
 
 def _check(positions: Tensor, block_table: Tensor, seq_lens: Tensor, page_size: int, cap: int) -> Sizes:
@@ -138,10 +153,12 @@ def advance_draft(
 
 def advance_draft_(
     positions: Tensor, block_table: Tensor, seq_lens: Tensor, slot_mapping: Tensor, *, page_size: int,
-    max_context_len: int,
+    max_context_len: int, num_tokens: int | None = None,
 ) -> Advanced:  # fmt: skip
-    """`advance_draft` in place: `positions` int64 [B] and `seq_lens` int32 [B] move on, `slot_mapping` int64 [N] is
-    written.
+    """`advance_draft` in place: `positions` int64 [B] and `seq_lens` int32 [B] move on.
+
+    Args:
+        slot_mapping: int64, its first `num_tokens` entries are written, all of them by default; from B on with -1.
 
     Returns:
         (positions, slot_mapping, seq_lens), the three given.
@@ -153,9 +170,9 @@ def advance_draft_(
     sizes.check_output("positions", positions, INT64, "B")
     sizes.check_output("seq_lens", seq_lens, INT32, "B")
     sizes.check_output("slot_mapping", slot_mapping, INT64, "N")
-    if slot_mapping.shape[0] < positions.shape[0]:
-        raise ValueError(f"slot_mapping must have an entry for each row, {positions.shape[0]}, got {len(slot_mapping)}")
+    tokens = slot_mapping.shape[0] if num_tokens is None else num_tokens
+    check_int("num_tokens", tokens, positions.shape[0], slot_mapping.shape[0])
     out = (positions, slot_mapping, seq_lens)
     check_distinct(dict(zip(FIELDS, out)), {"block_table": block_table})
-    torch.ops.compiled_kv.advance_draft_in_place(*out, block_table, page_size, max_context_len)
+    torch.ops.compiled_kv.advance_draft_in_place(*out, block_table, tokens, page_size, max_context_len)
     return out

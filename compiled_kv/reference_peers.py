@@ -163,14 +163,14 @@ def advance_draft(positions: Tensor, block_table: Tensor, seq_lens: Tensor, *, p
 
 
 def advance_draft_(positions: Tensor, block_table: Tensor, seq_lens: Tensor, slot_mapping: Tensor, *, page_size: int,
-                   max_context_len: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                   max_context_len: int, num_tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The same in place."""
-    out = (positions, slot_mapping, seq_lens)
+    tokens = len(slot_mapping) if num_tokens is None else num_tokens
     made = advance_draft(positions, block_table, seq_lens, page_size=page_size, max_context_len=max_context_len,
-                         num_tokens=len(slot_mapping))  # fmt: skip
-    for target, value in zip(out, made, strict=True):
+                         num_tokens=tokens)  # fmt: skip
+    for target, value in zip((positions, slot_mapping[:tokens], seq_lens), made, strict=True):
         target.copy_(value)
-    return out
+    return positions, slot_mapping, seq_lens
 
 
 def pages_of_row(pool: Any, row: int, count: int, start: int, page_size: int, entry_page_size: int,
@@ -240,7 +240,7 @@ def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *
         room = len(branches) * (cap + num_steps) if capacity is None else capacity
         widths = (len(branches) + 1, room)
         out = tuple(torch.zeros(num_steps, width, dtype=torch.int32) for width in widths)
-    room, indptr, indices = out[1].shape[1], [], out[1].tolist()
+    room, indptr, indices = out[1].shape[1], [], out[1][:num_steps].tolist()
     for step in range(num_steps):
         indptr.append([min(total, room) for total in sums([n + step + 1 for n in shown])])
         line: list[int] = []
@@ -252,6 +252,6 @@ def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *
                     found = pages_of_row(pool.tolist(), row, 1, position, 1, entry_page_size, None) if good[i] else [-1]
                     line += found
         indices[step] = (line + (indices[step][len(line) :] if tail == "keep" else [0] * room))[:room]
-    store(indptr, out[0])
-    store(indices, out[1])
+    store(indptr, out[0][:num_steps, : len(branches) + 1])
+    store(indices, out[1][:num_steps])
     return out

@@ -153,9 +153,7 @@ def draw_advance_draft_(draw: Draw) -> dict[str, Any]:
     positions, lengths = draw.out(torch.int64, batch), draw.out(torch.int32, batch)
     positions.copy_(given["positions"])
     lengths.copy_(given["seq_lens"].clamp(-(2**31), 2**31 - 1))
-    given |= {"positions": positions, "seq_lens": lengths, "slot_mapping": draw.out(torch.int64, batch + 2)}
-    del given["num_tokens"]
-    return given
+    return given | {"positions": positions, "seq_lens": lengths, "slot_mapping": draw.out(torch.int64, batch + 2)}
 
 
 def draw_csr_inputs(draw: Draw) -> dict[str, Any]:
@@ -203,7 +201,8 @@ def draw_draft_kv_indices(draw: Draw) -> dict[str, Any]:
     room, out = draw.choice((0, 11, 120)), None
     if draw.random() < 0.6:
         dtype = draw.choice((torch.int32, torch.int64))
-        out = (draw.out(torch.int32, steps, batch * topk + 1), draw.out(dtype, steps, room))
+        more = draw.choice((0, 0, 2))
+        out = (draw.out(torch.int32, steps + more, batch * topk + 1 + more), draw.out(dtype, steps + more, room))
     return {
         "pool": draw.ints(0, 80, rows, width),
         "req_pool_indices": draw.ints(0, rows, batch),

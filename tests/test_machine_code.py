@@ -91,7 +91,8 @@ NEEDED_BY = {
     "_group_slot_mappings_kernel": {"cu_seqlens_q_ptr"},
 }
 OPTIONAL_BY = {
-    "_draft_kv_indices_kernel": [{"branch_lens_ptr"}],
+    "_advance_draft_kernel": [{"next_positions_ptr", "next_seq_lens_ptr"}],
+    "draft_kv_indices_kernel": [{"branch_lens_ptr"}],
     "csr_kernel": [{"given_indptr_ptr"}, {"map_ptr"}, {"kv_indptr_ptr", "kv_last_page_len_ptr"}],
     "_gather_block_tables_kernel": [{"reach_ptr", "block_sizes_ptr", "computed_ptr"}],
     "_group_slot_mappings_kernel": [{"sharded_ptr"}],

@@ -43,7 +43,7 @@ def _generate(
     draft_kv_indices(
         req_to_token, req_pool_indices[:bs], paged_kernel_lens[:bs], num_steps=steps, topk=topk,
         layout=KVLayout(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE), positions=positions[: bs * topk],
-        entry_page_size=ENTRY_PAGE_SIZE, out=(kv_indptr[:steps, : bs * topk + 1], kv_indices[:steps]), tail="keep",
+        entry_page_size=ENTRY_PAGE_SIZE, out=(kv_indptr, kv_indices), tail="keep",
     )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ def eagle_step_update_slot_mapping_and_metadata(
     """
     if out_clamped_positions is not positions_1d:
         out_clamped_positions.copy_(positions_1d)
-    slots = out_slot_mapping[: positions_1d.shape[0] if input_batch_size is None else input_batch_size]
     advance_draft_(
-        out_clamped_positions, block_table_tensor, seq_lens, slots, page_size=block_size, max_context_len=max_model_len
-    )
+        out_clamped_positions, block_table_tensor, seq_lens, out_slot_mapping, page_size=block_size,
+        max_context_len=max_model_len,
+        num_tokens=positions_1d.shape[0] if input_batch_size is None else input_batch_size,
+    )  # fmt: skip
