@@ -330,6 +330,15 @@ def test_a_step_needs_the_cache_and_the_attention() -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="attend through 'compiled_kv', got 'sdpa'"):
         DecodeStep(model, cache)
+    other = build("gemma3")
+    paged(other)
+    with pytest.raises(ValueError, match="layout.window must be the model's sliding_window 24, got None"):
+        DecodeStep(other, cache)
+    deeper = build("deepseek_v3")
+    deeper.config.num_hidden_layers = 1
+    deeper.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="model must be the one that cache was made for, got another DeepseekV3ForC"):
+        DecodeStep(deeper, cache)
 
 
 def test_the_mask_follows_each_row() -> None:

@@ -38,7 +38,8 @@ class DecodeStep(PagedState):
         nn.Module.__init__(self)  # the pools and tables are the cache's
         if not isinstance(cache, PagedCache):
             raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
-        check_model(model, cache.state.layout)
+        if check_model(model, cache.state.layout)[: len(cache.state.pools)] != cache.state.layer_types:
+            raise ValueError(f"model must be the one that cache was made for, got another {type(model).__name__}")
         check_int("seq_len_delta", seq_len_delta, 0)
         self.model, self.seq_len_delta = model, seq_len_delta
         self.layout, self.layer_types, self.pools = cache.state.layout, cache.state.layer_types, cache.state.pools
