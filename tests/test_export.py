@@ -101,6 +101,15 @@ def test_a_package_is_right_for_every_batch(form: str, tmp_path: Path) -> None:
     check(packaged(exported(form), tmp_path), form)
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="make test-all runs it")
+def test_an_in_place_package_keeps_the_columns_past_the_live_ones(tmp_path: Path) -> None:
+    names = page_programs()
+    run, out = packaged(names["in_place"], tmp_path), names["buffers"](3)
+    assert run(names["req_to_token"], names["rows"], names["seq_lens"], names["num_reqs"], *out) is None
+    assert out[3].tolist() == [[4, -7, -7, -7], [8, 9, -7, -7], [-7, -7, -7, -7]]
+    assert out[4].tolist() == [64 + 4, 128 + 29, -1]
+
+
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("form", FORMS)
@@ -117,6 +126,14 @@ def page_block(title: str) -> str:
     found = re.search(rf'```\w+ title="{title}"\n(.*?)```', PAGE, re.DOTALL)
     assert found, title
     return found[1]
+
+
+def page_programs() -> dict[str, Any]:
+    """The names that the page's programs leave."""
+    names: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(program, names)
+    return names
 
 
 def run_page(folder: Path, device: str) -> str:
@@ -160,9 +177,7 @@ def test_on_a_cuda_device_the_cpp_loop_prints_the_same(tmp_path: Path) -> None:
 
 
 def test_the_auditor_finds_in_the_page_s_programs_what_the_page_says() -> None:
-    names: dict[str, Any] = {}
-    for program in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(program, names)
+    names = page_programs()
     example = (names["req_to_token"], names["rows"], names["seq_lens"])
     metadata = ckv.audit(names["Metadata"](), *example, names["full_to_swa"], names["num_reqs"], target="cuda:sm_90")
     assert metadata.findings == () and metadata.is_whole, str(metadata)
