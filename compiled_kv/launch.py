@@ -2,8 +2,7 @@
 
 Nothing derived from a batch may enter a kernel's compilation key, or each new batch would compile a new kernel
 (NOTE [No specialization]). `kernel` guarantees it: every argument without a `tl.constexpr` annotation is left
-unspecialized,
-pointers (named `*_ptr`) in their alignment too.
+unspecialized, pointers (named `*_ptr`) in their alignment too.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,17 +37,47 @@ def kernel(fn: Callable[..., None]) -> Any:
     if triton is None:
         return fn
     runtime = [p.name for p in inspect.signature(fn).parameters.values() if "constexpr" not in str(p.annotation)]
-    return triton.jit(
+    jitted = triton.jit(
         fn,
         do_not_specialize=[name for name in runtime if not name.endswith("_ptr")],
         do_not_specialize_on_alignment=[name for name in runtime if name.endswith("_ptr")],
         debug=DEBUG or None,  # without it Triton drops every device_assert
     )
+    if "PDL" in inspect.signature(fn).parameters and not INTERPRETED:
+        jitted.run = _with_dependent_launch(jitted.run)
+    return jitted
+
+
+# NOTE [Dependent launch]
+# On NVIDIA GPUs from sm_90 on, a kernel may start before the one ahead of it in its stream has ended, which hides the
+# start of its programs (programmatic dependent launch). One with a `PDL` parameter begins with `dependent_launch`:
+# nothing is read or written before all that came ahead is done and seen. Launched by ourselves, it gets `PDL=True`, and
+# a CUDA graph keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the
+# instructions, and Inductor could not launch so.
+def _with_dependent_launch(run: Callable[..., Any]) -> Callable[..., Any]:
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        if _has_dependent_launch(torch.cuda.current_device() if torch.cuda.is_available() else -1):
+            kwargs |= {"PDL": True, "launch_pdl": True}
+        return run(*args, **kwargs)
+
+    return launched
+
+
+@cache
+def _has_dependent_launch(device: int) -> bool:
+    return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def device_function(fn: Callable[..., Any]) -> Any:
     """Compile `fn` as a piece that kernels call."""
     return fn if triton is None else triton.jit(fn)
+
+
+@device_function
+def dependent_launch():
+    """Wait for the kernel ahead, and let the next one get ready to wait for this one."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 def runs_kernel(tensor: torch.Tensor) -> bool:
@@ -71,17 +101,28 @@ def launch(fn: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
 
 # Columns a program writes at a time: four loads in flight for each of 128 threads.
 BLOCK = 512
-# Rows a prefix sum takes at a time.
+# Columns an update writes at a time: most steps add one at the most.
+RENEWED = 128
+# Rows a program takes prefix sums of.
 SCAN = 256
 # Tokens a program finds slots for at a time.
 TOKENS = 128
-# Some eight programs for each multiprocessor fill the device; more would only cost their own start.
-PROGRAMS = 1024
+# Some five programs for each multiprocessor fill the device; more would only cost their own start.
+PROGRAMS = 640
 
 
-def programs_a_row(batch_size: int, width: int) -> int:
-    """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length.
+def columns_a_turn(page_size: int) -> int:
+    """Columns a program takes from a token pool at a time. Each of a large page costs a sector of memory of its own,
+    and two loads in flight a thread do; of pages of one token, whose sectors are shared, sixteen do."""
+    return {1: 4 * BLOCK, 2: 4 * BLOCK, 4: 2 * BLOCK, 8: BLOCK}.get(page_size, BLOCK // 2)
 
-    At least two: one looks up the row's slots while another looks up its pages.
-    """
-    return torch.sym_max(2, torch.sym_min(ceil_div(width, BLOCK), ceil_div(PROGRAMS, batch_size + 1)))
+
+def programs_a_row(batch_size: int, width: int, block: int | None = None, programs: int | None = None) -> int:
+    """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length."""
+    share = (programs or PROGRAMS) // torch.sym_max(batch_size, 1)
+    return torch.sym_max(1, torch.sym_min(ceil_div(width, block or BLOCK), share))
+
+
+def chunks(batch_size: int) -> int:
+    """Programs that share the prefix sums of a batch; one for an empty batch, whose sums still begin with 0."""
+    return torch.sym_max(1, ceil_div(batch_size, SCAN))

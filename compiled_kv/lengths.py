@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
+from compiled_kv.batch_triton import prefix_sums
 from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int, check_tuple
-from compiled_kv.launch import SCAN, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import SCAN, chunks, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import KVLayout
-from compiled_kv.rows_triton import active_rows, prefix_sums, report
+from compiled_kv.rows_triton import active_rows, report
 from compiled_kv.status import DEBUG
 
 Seqlens = tuple[Tensor, Tensor, Tensor]
@@ -28,11 +29,14 @@ UNBOUNDED = 2**31 - 1
 @kernel
 def _seqlens_kernel(
     seq_lens_ptr, q_lens_ptr, num_reqs_ptr, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
-    seq_stride, q_stride, batch_size, delta, q_len, cap, pad_seqlen, DEBUG: tl.constexpr, SCAN: tl.constexpr,
+    seq_stride, q_stride, batch_size, delta, q_len, cap, pad_seqlen, DEBUG: tl.constexpr, PDL: tl.constexpr,
+    SCAN: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     _, bits = prefix_sums(
         seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, None, 0, 0, active_rows(num_reqs_ptr, batch_size), batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, tl.program_id(0), SCAN,
     )  # fmt: skip
     report(bits, None, DEBUG)
 
@@ -49,10 +53,11 @@ def _launch(
 ) -> None:
     cache_seqlens, cu_seqlens_q, cu_seqlens_k = out
     launch(
-        _seqlens_kernel, (1,), seq_lens_ptr=seq_lens, q_lens_ptr=q_lens, num_reqs_ptr=num_reqs,
+        _seqlens_kernel, (chunks(seq_lens.shape[0]),), seq_lens_ptr=seq_lens, q_lens_ptr=q_lens, num_reqs_ptr=num_reqs,
         cache_seqlens_ptr=cache_seqlens, cu_q_ptr=cu_seqlens_q, cu_k_ptr=cu_seqlens_k,
         seq_stride=seq_lens.stride(0), q_stride=0 if q_lens is None else q_lens.stride(0), batch_size=seq_lens.shape[0],
-        delta=delta, q_len=q_len, cap=cap, pad_seqlen=pad_seqlen, DEBUG=DEBUG, SCAN=SCAN,
+        delta=delta, q_len=q_len, cap=cap, pad_seqlen=pad_seqlen, DEBUG=DEBUG, PDL=False,
+        SCAN=SCAN,
     )  # fmt: skip
 
 

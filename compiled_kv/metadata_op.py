@@ -14,7 +14,15 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import check_distinct_fake
-from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel
+from compiled_kv.launch import (
+    SCAN,
+    TOKENS,
+    chunks,
+    columns_a_turn,
+    launch,
+    programs_a_row,
+    runs_kernel,
+)
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.status import DEBUG, Status
 
@@ -77,9 +85,10 @@ def _size(tensor: Tensor | None) -> int:
 
 def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool) -> None:
     batch_size, width = out.page_table.shape
+    block = columns_a_turn(settings.page_size)
     pool, swa_map = given.req_to_token, given.swa_map
     launch(
-        decode_metadata_kernel, (batch_size + 1, programs_a_row(batch_size, width)),
+        decode_metadata_kernel, (chunks(batch_size) + batch_size, programs_a_row(batch_size, width, block)),
         req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
         q_lens_ptr=given.q_lens,
         slots_ptr=given.slots, map_ptr=swa_map, num_reqs_ptr=given.num_reqs, status_ptr=given.status,
@@ -97,7 +106,7 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
         pad_seqlen=settings.pad_seqlen, window=settings.window or 0, PAGE_SIZE=settings.page_size,
         PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, CLEAR=clear,
         UNIT_STRIDE=pool.stride(1) == 1, DEBUG=DEBUG,
-        BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
+        PDL=False, BLOCK=block, TOKENS=TOKENS, SCAN=SCAN,
     )  # fmt: skip
 
 

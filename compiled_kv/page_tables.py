@@ -28,7 +28,15 @@ from compiled_kv.checks import (
     check_table_output,
     check_tail,
 )
-from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, tl
+from compiled_kv.launch import (
+    columns_a_turn,
+    dependent_launch,
+    kernel,
+    launch,
+    programs_a_row,
+    runs_kernel,
+    tl,
+)
 from compiled_kv.layout import KVLayout
 from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, load_at, report
 from compiled_kv.status import DEBUG, Status
@@ -39,8 +47,10 @@ def _page_table_kernel(
     req_to_token_ptr, req_pool_indices_ptr, kv_lens_ptr, kv_start_ptr, page_table_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, start_stride, page_row_stride,
     width, cap, PAGE_SIZE: tl.constexpr, CLEAR: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     row = tl.program_id(0)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, 0)
@@ -66,8 +76,9 @@ def _launch(
     page_size: int, cap: int, clear: bool,
 ) -> None:  # fmt: skip
     batch_size, width = out.shape
+    block = columns_a_turn(page_size)
     launch(
-        _page_table_kernel, (batch_size, programs_a_row(batch_size, width)),
+        _page_table_kernel, (batch_size, programs_a_row(batch_size, width, block)),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, kv_lens_ptr=kv_lens,
         kv_start_ptr=kv_start,
         page_table_ptr=out, pool_rows=req_to_token.shape[0], pool_width=req_to_token.shape[1],
@@ -75,7 +86,8 @@ def _launch(
         index_stride=req_pool_indices.stride(0),
         len_stride=kv_lens.stride(0), start_stride=0 if kv_start is None else kv_start.stride(0),
         page_row_stride=out.stride(0), width=width, cap=cap,
-        PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG, BLOCK=BLOCK,
+        PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
+        PDL=False, BLOCK=block,
     )  # fmt: skip
 
 

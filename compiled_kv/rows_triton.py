@@ -1,8 +1,7 @@
-"""Device functions that the kernels share: a row's lengths, its pages, its translation, and the bits of `status`.
+"""Device functions that the kernels share: a row's lengths, pages and slots, their translation, the bits of `status`.
 
-Each works on one row (scalars) and on a block of rows alike. Address arithmetic is int64 from the first
-multiplication on: the
-variable factor is widened, never the stride, which a compiler may have folded to a constant.
+Each works on one row (scalars) and on a block of rows alike. Address arithmetic is int64 from the first multiplication
+on: the variable factor is widened, never the stride, which a compiler may have folded to a constant.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))
 BAD_ROW = constexpr(int(Status.BAD_ROW))
 BAD_SLOT = constexpr(int(Status.BAD_SLOT))
 UNMAPPED = constexpr(int(Status.UNMAPPED))
-SUM_OVERFLOW = constexpr(int(Status.SUM_OVERFLOW))
-TOO_MANY_TOKENS = constexpr(int(Status.TOO_MANY_TOKENS))
 
 
 @device_function
@@ -137,6 +134,49 @@ def clear_row(page_ptr, live, width, part, parts, BLOCK: tl.constexpr):
 
 
 @device_function
+def slots_of_tokens(
+    pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, first_position, query, owned,
+):  # fmt: skip
+    """Slots of a row's queries, given by the allocator or looked up where `slots_ptr` is None; negative for none.
+
+    `room` is how many entries there are to read, of the one or of the other; -1 for a padding row.
+    """
+    if slots_ptr is not None:
+        token = first_token + query
+        return load_at(slots_ptr, token, slots_stride, owned & (token < room), -1)
+    else:
+        position = first_position + query
+        return load_at(pool_row_ptr, position, pool_stride, owned & (position >= 0) & (position < room), -1)
+
+
+@device_function
+def write_slots(
+    slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
+    slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, part, parts,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Store the slots of one row's `count` tokens; `slot` are those of the first turn. Returns status bits a lane."""
+    bits = tl.zeros([TOKENS], tl.int32)
+    for begin in range(part * TOKENS, count, parts * TOKENS):
+        query = begin + tl.arange(0, TOKENS)
+        # Not `query < count`, which the caller has asked already: its answer would be kept, and spilled, until here.
+        owned = tl.arange(0, TOKENS) < count - begin
+        if begin != part * TOKENS:
+            slot = slots_of_tokens(
+                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, first_position, query, owned,
+            )  # fmt: skip
+        if slots_ptr is None:
+            bits |= tl.where(owned & (room >= 0) & (first_position + query >= 0) & (slot < 0), BAD_SLOT, 0)
+        slot = tl.maximum(slot, -1)
+        tl.store(slot_mapping_ptr + first_token + query, slot, mask=owned)
+        if swa_slot_mapping_ptr is not None:
+            swa_slot = swa_slot_of(slot, map_ptr, map_stride, map_size, owned, PAGE_SIZE, PAGE_MAP)
+            tl.store(swa_slot_mapping_ptr + first_token + query, swa_slot, mask=owned)
+            bits |= tl.where(owned & (slot >= 0) & (swa_slot < 0), UNMAPPED, 0)
+    return bits
+
+
+@device_function
 def _either(a, b):
     return a | b
 
@@ -151,61 +191,3 @@ def report(bits, status_ptr, DEBUG: tl.constexpr):
                 tl.atomic_or(status_ptr, found, sem="relaxed")
         if DEBUG:
             tl.device_assert(found == 0, "compiled_kv: a status bit was set (COMPILED_KV_DEBUG=1)")
-
-
-@device_function
-def _ends(counts, total, FITS_INT32: tl.constexpr):
-    """Inclusive sums of a chunk, after `total`."""
-    if FITS_INT32:
-        return total + tl.cumsum(counts.to(tl.int32), 0).to(tl.int64)
-    else:
-        return total + tl.cumsum(counts, 0)
-
-
-@device_function
-def prefix_sums(
-    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN: tl.constexpr,
-):  # fmt: skip
-    """Lengths and prefix sums of a whole batch by one program, SCAN rows at a time; returns (queries, status bits).
-
-    `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries.
-    """
-    total_k = tl.zeros([], tl.int64)
-    total_q = tl.zeros([], tl.int64)
-    bits = tl.zeros([SCAN], tl.int32)
-    for begin in range(0, batch_size, SCAN):
-        row = begin + tl.arange(0, SCAN)
-        in_batch = row < batch_size
-        counted = in_batch & (row < active)
-        live = counted
-        seq_len = load_at(seq_lens_ptr, row, seq_stride, in_batch, 0)
-        if indices_ptr is not None:
-            pool_row = load_at(indices_ptr, row, index_stride, in_batch, -1)
-            live = counted & (pool_row >= 0) & (pool_row < pool_rows)
-            bits |= tl.where(counted & (live == 0), BAD_ROW, 0)
-        bits |= tl.where(live, length_bits(seq_len, delta, cap), 0)
-        length = tl.where(live, clamped_length(seq_len, delta, cap), 0)
-        tl.store(cache_seqlens_ptr + row, tl.where(live, length, pad_seqlen).to(tl.int32), mask=in_batch)
-        # A chunk whose longest possible sum fits in 32 bits, the usual one, is scanned in 32: half the shuffles.
-        if cap <= INT32_MAX // SCAN:
-            ends_k = _ends(length, total_k, True)
-        else:
-            ends_k = _ends(length, total_k, False)
-        if q_lens_ptr is not None:
-            raw = load_at(q_lens_ptr, row, q_stride, counted, 0)
-            bits |= tl.where(live & (raw < 0), NEGATIVE_LENGTH, 0)
-            queries = clamped_queries(raw)
-            ends_q = _ends(queries, total_q, False)
-            total_q += tl.sum(queries, 0)
-        else:
-            ends_q = tl.minimum(row.to(tl.int64) + 1, active) * q_len
-        tl.store(cu_q_ptr + row + 1, tl.minimum(ends_q, INT32_MAX).to(tl.int32), mask=in_batch)
-        tl.store(cu_k_ptr + row + 1, tl.minimum(ends_k, INT32_MAX).to(tl.int32), mask=in_batch)
-        bits |= tl.where(in_batch & ((ends_q > INT32_MAX) | (ends_k > INT32_MAX)), SUM_OVERFLOW, 0)
-        if begin + SCAN < batch_size:  # nobody needs the carry of the last chunk
-            total_k += tl.sum(length, 0)
-    # Last: before the scan, the predicate of these stores would be kept, and spilled, all through it.
-    tl.store(cu_q_ptr, 0)
-    tl.store(cu_k_ptr, 0)
-    return total_q, bits

@@ -16,8 +16,9 @@ groups are walked in order, one short step each.
 
 from __future__ import annotations
 
-from compiled_kv.launch import constexpr, device_function, kernel, tl
-from compiled_kv.rows_triton import INT32_MAX, SUM_OVERFLOW, active_rows, load_at, report
+from compiled_kv.batch_triton import SUM_OVERFLOW
+from compiled_kv.launch import constexpr, dependent_launch, device_function, kernel, tl
+from compiled_kv.rows_triton import INT32_MAX, active_rows, load_at, report
 
 GROUP = constexpr(32)
 GROUPS = constexpr(16)
@@ -178,8 +179,11 @@ def _find(ruler_ptr, part, quota, active):
 def flashmla_schedule_kernel(
     kv_lens_ptr, num_reqs_ptr, tile_scheduler_metadata_ptr, num_splits_ptr, scratch_ptr,
     len_stride, batch_size, num_sm_parts, overhead, most,
-    BLOCK_SIZE: tl.constexpr, IN_TOKENS: tl.constexpr, LEGACY: tl.constexpr, DEBUG: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, IN_TOKENS: tl.constexpr, LEGACY: tl.constexpr, DEBUG: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     batch_size, num_sm_parts, overhead, most = _int32(batch_size), _int32(num_sm_parts), _int32(overhead), _int32(most)
     active = active_rows(num_reqs_ptr, batch_size).to(tl.int32)
     total = tl.zeros([], tl.int32)

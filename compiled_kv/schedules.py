@@ -47,7 +47,8 @@ def _launch(
         tile_scheduler_metadata_ptr=metadata, num_splits_ptr=num_splits, scratch_ptr=scratch,
         len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0], overhead=overhead,
         most=_most_blocks(batch_size, overhead), BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
-        LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PARTS=PARTS,
+        LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PDL=False,
+        PARTS=PARTS,
     )  # fmt: skip
 
 

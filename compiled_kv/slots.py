@@ -16,7 +16,7 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
-from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.rows_triton import active_rows, load_at, page_of
@@ -26,8 +26,11 @@ from compiled_kv.rows_triton import active_rows, load_at, page_of
 def _slot_mapping_kernel(
     pool_ptr, req_pool_indices_ptr, positions_ptr, cu_seqlens_q_ptr, num_reqs_ptr, slot_mapping_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, position_stride, cu_stride,
-    batch_size, num_tokens, PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    batch_size, num_tokens, PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_range = token < num_tokens
     row, owned = token, in_range
@@ -68,7 +71,7 @@ def _launch(
         pool_row_stride=pool.stride(0), pool_stride=pool.stride(1), index_stride=req_pool_indices.stride(0),
         position_stride=positions.stride(0), cu_stride=0 if cu_seqlens_q is None else cu_seqlens_q.stride(0),
         batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0],
-        PAGED=page_size is not None, PAGE_SIZE=page_size or 1, TOKENS=TOKENS,
+        PAGED=page_size is not None, PAGE_SIZE=page_size or 1, PDL=False, TOKENS=TOKENS,
     )  # fmt: skip
 
 

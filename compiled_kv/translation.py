@@ -12,15 +12,18 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake
-from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.rows_triton import load_at, through_map
 
 
 @kernel
 def _translate_slots_kernel(
-    slots_ptr, map_ptr, out_ptr, slots_stride, map_stride, map_size, num_tokens, TOKENS: tl.constexpr
+    slots_ptr, map_ptr, out_ptr, slots_stride, map_stride, map_size, num_tokens,
+    PDL: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_range = token < num_tokens
     slot = load_at(slots_ptr, token, slots_stride, in_range, -1)
@@ -31,8 +34,7 @@ def _launch_translate(out: Tensor, slots: Tensor, full_to_swa: Tensor) -> None:
     launch(
         _translate_slots_kernel, (ceil_div(out.shape[0], TOKENS),), slots_ptr=slots, map_ptr=full_to_swa, out_ptr=out,
         slots_stride=slots.stride(0), map_stride=full_to_swa.stride(0), map_size=full_to_swa.shape[0],
-        num_tokens=out.shape[0],
-        TOKENS=TOKENS,
+        num_tokens=out.shape[0], PDL=False, TOKENS=TOKENS,
     )  # fmt: skip
 
 

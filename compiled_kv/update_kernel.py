@@ -1,17 +1,15 @@
 """The kernel behind `update_metadata`: `decode_metadata`'s, but of a page table it writes what changed alone.
 
-Grid (B + 1, parts) as there. What a row's tables hold is on record once for each of its programs, in `held`: a program
-reads and
-writes its own record only, so that none can meet a record that another has already renewed.
+Grid (chunks + B, parts) as there. What a row's tables hold is on record once for each of its programs, in `held`: a
+program reads and writes its own record only, so that none can meet a record that another has already renewed.
 """
 
 from __future__ import annotations
 
-from compiled_kv.launch import device_function, kernel, tl
-from compiled_kv.metadata_kernel import _pad_slots, _write_slots
+from compiled_kv.batch_triton import sum_batch
+from compiled_kv.launch import dependent_launch, device_function, kernel, tl
 from compiled_kv.rows_triton import (
     BAD_SLOT,
-    TOO_MANY_TOKENS,
     UNMAPPED,
     active_rows,
     clamped_length,
@@ -20,9 +18,10 @@ from compiled_kv.rows_triton import (
     first_column,
     load_at,
     page_of,
-    prefix_sums,
     report,
+    slots_of_tokens,
     swa_page_of,
+    write_slots,
 )
 
 
@@ -105,42 +104,55 @@ def update_metadata_kernel(
     slots_stride, num_slots, map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens,
     delta, q_len, cap, pad_seqlen, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) - 1
+    if PDL:
+        dependent_launch()
+    row = tl.program_id(0) - (tl.num_programs(0) - batch_size)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     active = active_rows(num_reqs_ptr, batch_size)
     if row < 0:
         if part == 0:
-            queries, bits = prefix_sums(
+            sum_batch(
                 seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
-                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, SCAN,
+                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
+                slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
+                tl.program_id(0), DEBUG, SCAN,
             )  # fmt: skip
-            if slot_mapping_ptr is not None:
-                beyond = queries
-                if q_lens_ptr is None:
-                    queries += (tl.zeros([], tl.int64) + active) * q_len
-                    beyond += (tl.zeros([], tl.int64) + batch_size) * q_len
-                if slots_ptr is not None:
-                    bits |= tl.where(queries > num_slots, TOO_MANY_TOKENS, 0)
-                else:
-                    bits |= tl.where(queries > num_tokens, TOO_MANY_TOKENS, 0)
-                _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, beyond, num_tokens, SCAN)
-            report(bits, status_ptr, DEBUG)
     else:
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
         seq_len = load_at(seq_lens_ptr, row, seq_stride, True, 0)
         generation = load_at(generations_ptr, row, generation_stride, True, 0)
         queries = tl.zeros([], tl.int64) + q_len
         if q_lens_ptr is not None:
-            # Here, not where they are used: `row < active` would be kept, and spilled, all through the row's update.
-            queries = tl.where(row < active, clamped_queries(load_at(q_lens_ptr, row, q_stride, True, 0)), 0)
+            # By the load's mask: a selection afterwards would keep, and spill, `row < active` while pages are written.
+            queries = clamped_queries(load_at(q_lens_ptr, row, q_stride, row < active, 0))
         is_live = (row < active) & (pool_row >= 0) & (pool_row < pool_rows)
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
         swa_row_ptr = None
         if swa_page_table_ptr is not None:
             swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
+        if slot_mapping_ptr is not None:
+            # The last program, whose share of a row's pages is the smallest, takes the first tokens.
+            turn = parts - 1 - part
+            first_token = row.to(tl.int64) * q_len
+            if q_lens_ptr is not None:
+                if turn * TOKENS < queries:
+                    # Loaded here and not in a device function: torch's mutation analysis follows a call's result to all
+                    # its pointers, and would take q_lens for an output.
+                    for begin in range(0, row, SCAN):
+                        other = begin + tl.arange(0, SCAN)
+                        q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < row, other=0)
+                        first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
+            count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
+            query = turn * TOKENS + tl.arange(0, TOKENS)
+            # Looked up before the pages and stored behind them: one wait for both.
+            room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
+            slot = slots_of_tokens(
+                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, length - queries, query,
+                query < count,
+            )  # fmt: skip
         bits = _update_row(
             held_ptr + (row * parts + part) * 5, tl.where(is_live, pool_row, -1), tl.where(is_live, generation, 0),
             seq_len, length, queries, is_live, pool_row_ptr, pool_stride, pool_width,
@@ -149,20 +161,9 @@ def update_metadata_kernel(
         )  # fmt: skip
         report(bits, status_ptr, DEBUG)
         if slot_mapping_ptr is not None:
-            # The last program, whose share of a row's pages is the smallest, takes the first tokens.
-            turn = parts - 1 - part
-            first_token = row.to(tl.int64) * q_len
-            if q_lens_ptr is not None:
-                if turn * TOKENS < queries:
-                    # In line: torch takes every pointer whose value a call returns into an address for a written one.
-                    for begin in range(0, row, SCAN):
-                        other = begin + tl.arange(0, SCAN).to(tl.int64)
-                        before = tl.load(q_lens_ptr + other * q_stride, mask=other < row, other=0).to(tl.int64)
-                        first_token += tl.sum(clamped_queries(before), 0)
-            count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
-            token_bits = _write_slots(
-                pool_row_ptr, pool_stride, pool_width, is_live, slots_ptr, slots_stride, num_slots, map_ptr,
-                map_stride, map_size, slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries,
-                turn, parts, PAGE_SIZE, PAGE_MAP, TOKENS,
+            token_bits = write_slots(
+                slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
+                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, turn, parts,
+                PAGE_SIZE, PAGE_MAP, TOKENS,
             )  # fmt: skip
             report(token_bits, status_ptr, DEBUG)

@@ -32,7 +32,16 @@ from compiled_kv.checks import (
     check_pool,
     check_width,
 )
-from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel
+from compiled_kv.launch import (
+    PROGRAMS,
+    RENEWED,
+    SCAN,
+    TOKENS,
+    chunks,
+    launch,
+    programs_a_row,
+    runs_kernel,
+)
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
 from compiled_kv.metadata import _token_capacity
@@ -48,7 +57,7 @@ RECORD = 5
 
 def new_held(layout: KVLayout, capacity: int, device: torch.device | str) -> Tensor:
     """What `capacity` rows of zeroed tables hold, for `update_metadata`: nobody's pages. int64 [capacity, parts, 5]."""
-    parts = programs_a_row(capacity, layout.max_num_pages)
+    parts = programs_a_row(capacity, layout.max_num_pages, RENEWED, PROGRAMS // 2)
     return clear_held(torch.zeros(capacity, parts, RECORD, dtype=torch.int64, device=device))
 
 
@@ -63,7 +72,7 @@ def _launch(
 ) -> None:
     pool, swa_map, batch_size = given.req_to_token, given.swa_map, given.seq_lens.shape[0]
     launch(
-        update_metadata_kernel, (batch_size + 1, held.shape[1]),
+        update_metadata_kernel, (chunks(batch_size) + batch_size, held.shape[1]),
         req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
         generations_ptr=generations, q_lens_ptr=given.q_lens, slots_ptr=given.slots, map_ptr=swa_map,
         num_reqs_ptr=given.num_reqs, status_ptr=given.status, held_ptr=held,
@@ -78,7 +87,7 @@ def _launch(
         width=out.page_table.shape[1], num_tokens=num_tokens, delta=settings.delta, q_len=settings.q_len,
         cap=settings.cap, pad_seqlen=settings.pad_seqlen, window=settings.window or 0, PAGE_SIZE=settings.page_size,
         PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, DEBUG=DEBUG,
-        BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
+        PDL=False, BLOCK=RENEWED, TOKENS=TOKENS, SCAN=SCAN,
     )  # fmt: skip
 
 

@@ -26,7 +26,15 @@ from compiled_kv.checks import (
     check_tail,
     check_tuple,
 )
-from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, tl
+from compiled_kv.launch import (
+    columns_a_turn,
+    dependent_launch,
+    kernel,
+    launch,
+    programs_a_row,
+    runs_kernel,
+    tl,
+)
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
 from compiled_kv.rows_triton import clamped_length, clamped_queries, clear_row, fill_row, first_column, load_at, report
@@ -42,8 +50,10 @@ def _swa_page_table_kernel(
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, q_stride, map_stride, map_size,
     page_row_stride, swa_row_stride, width, cap, q_len, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     row = tl.program_id(0)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, 0)
@@ -75,10 +85,11 @@ def _launch(
 ) -> None:  # fmt: skip
     table, swa_table = out
     batch_size, width = table.shape
+    block = columns_a_turn(page_size)
     map_ = page_map if full_to_swa is None else full_to_swa
     assert map_ is not None
     launch(
-        _swa_page_table_kernel, (batch_size, programs_a_row(batch_size, width)),
+        _swa_page_table_kernel, (batch_size, programs_a_row(batch_size, width, block)),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, cache_seqlens_ptr=cache_seqlens,
         q_lens_ptr=q_lens,
         map_ptr=map_, page_table_ptr=table, swa_page_table_ptr=swa_table,
@@ -90,7 +101,8 @@ def _launch(
         map_size=map_.shape[0], page_row_stride=table.stride(0), swa_row_stride=swa_table.stride(0), width=width,
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
-        CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG, BLOCK=BLOCK,
+        CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
+        PDL=False, BLOCK=block,
     )  # fmt: skip
 
 

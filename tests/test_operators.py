@@ -34,9 +34,11 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_kv."):
-            for size in ("BLOCK", "SCAN", "TOKENS", "PROGRAMS"):
+            for size in ("BLOCK", "RENEWED", "SCAN", "TOKENS", "PROGRAMS"):
                 if isinstance(getattr(module, size, None), int):
                     monkeypatch.setattr(module, size, 4)
+            if hasattr(module, "columns_a_turn"):
+                monkeypatch.setattr(module, "columns_a_turn", lambda page_size: 4)
 
 
 def forms_of(operator: str) -> list[Form]:
