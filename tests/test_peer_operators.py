@@ -24,7 +24,7 @@ from tests.conftest import INTERPRETED
 from tests.peer_calls import CALLS, Draw, check_call
 from tests.test_opcheck import Recorder
 
-EAGER, KERNEL, COMPILED = 300, 20, 3
+EAGER, KERNEL, COMPILED = 300, 30, 2
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
 devices = pytest.mark.parametrize("device", DEVICES)
