@@ -16,7 +16,7 @@ these.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -234,10 +234,12 @@ class DecodeBuffers(nn.Module):
         if isinstance(batch.rows, Tensor):
             return self._load_tensors(batch)
         size = len(batch.rows)
-        if not self._is_sound(batch, size):
+        fields: Sequence[Any] | None = self._sound_fields(batch, size)
+        if fields is None:
             check_batch(self, batch)
+            fields = [values for values in batch if values is not None]
         try:
-            ring.fill(size, [values for values in batch if values is not None])
+            ring.fill(size, fields)
         except struct.error:
             check_batch(self, batch)
             check_ints(batch)
@@ -245,23 +247,28 @@ class DecodeBuffers(nn.Module):
         ring.send(self._heads[batch.token_ids is not None])
         return size
 
-    def _is_sound(self, batch: DecodeBatch, size: int) -> bool:
-        """Whether a glance finds nothing wrong; what it is not sure of is looked at entry by entry.
+    def _sound_fields(self, batch: DecodeBatch, size: int) -> Sequence[Any] | None:
+        """What the ring takes, where a glance finds nothing wrong; None for what must be looked at entry by entry.
 
         Negative rows and lengths are left to the ring, which refuses them.
         """
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
+        kind = type(rows)
         try:
-            return (
+            if (
                 self._plain
                 and q_lens is slots is None
-                and Tensor not in map(type, batch)
+                and type(seq_lens) is type(generations) is kind
                 and len(seq_lens) == len(generations) == size <= self.max_batch_size
-                and (token_ids is None or len(token_ids) <= size * self.q_len)
                 and (size == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
-            )
+            ):
+                if token_ids is None:
+                    return rows, seq_lens, generations
+                if type(token_ids) is kind and len(token_ids) <= size * self.q_len:
+                    return rows, seq_lens, generations, token_ids
         except TypeError:
-            return False
+            pass
+        return None
 
     def _load_tensors(self, batch: DecodeBatch) -> int:
         given = {name: values for name, values in batch._asdict().items() if values is not None}

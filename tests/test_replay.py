@@ -60,6 +60,14 @@ def test_every_byte_of_a_compiled_step() -> None:
     assert report.preemptions > 0
 
 
+@traces
+def test_many_kinds_of_buffers_go_through_one_compiled_step_in_a_process() -> None:
+    """More than torch's limit of 8 for one function."""
+    for size in range(2, 11):
+        given = serving(page_size=size, max_context_len=32, max_batch_size=2)
+        assert check_replay(scenario=story(given), batch_sizes=[2], backend="eager", steps=1).steps == 1
+
+
 def test_scenarios_do_what_they_are_for() -> None:
     """Joins, row reuse, preemption, shared prefixes, rollback: all of them happen in a walk of this length."""
     given, before, shared, taken_back = serving("verify", window=40), {}, 0, 0

@@ -11,6 +11,7 @@ same class runs the compiled step, and holds its caller to the same rules.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from compiled_kv.checks import check_int
 from compiled_kv.launch import INTERPRETED
 from compiled_kv.replay.frozen import Frozen, Places, refuse_cold_start, unguarded
 
+LIMIT = 64
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
 
 
@@ -166,7 +168,15 @@ def _no_collection() -> Iterator[None]:
 def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
     if INTERPRETED or hasattr(step, "_torchdynamo_orig_callable") or isinstance(step, torch._dynamo.OptimizedModule):
         return step
-    return torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    return torch.compile(step, fullgraph=True, dynamic=True, backend=backend, **_limit())
+
+
+def _limit() -> dict[str, Any]:
+    """Room for more buffers in one process than torch lets a function be compiled for: they all call one `metadata`."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": LIMIT}
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LIMIT)
+    return {}
 
 
 def _name(step: Callable[..., Any]) -> str:
