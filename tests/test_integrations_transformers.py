@@ -332,7 +332,7 @@ def test_a_step_needs_the_cache_and_the_attention() -> None:
         DecodeStep(model, cache)
     other = build("gemma3")
     paged(other)
-    with pytest.raises(ValueError, match="layout.window must be the model's sliding_window 24, got None"):
+    with pytest.raises(ValueError, match=r"layout\.window must be the model's sliding_window 24, got None"):
         DecodeStep(other, cache)
     deeper = build("deepseek_v3")
     deeper.config.num_hidden_layers = 1
