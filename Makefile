@@ -47,7 +47,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
 graphs: $(READY)
-	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_graphs.py
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_graphs.py tests/test_models.py -k "test_graphs or traced_for_cuda"
 
 bench:
 	$(PYTHON) -m compiled_kv.bench $(ARGS)

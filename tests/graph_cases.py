@@ -15,6 +15,7 @@ B, R, C, T = 4, 8, 1024, 12  # batch, pool rows, positions a row, tokens of a ra
 LAYOUT = KVLayout(page_size=64, max_context_len=C - 4, max_draft_tokens=4)
 WINDOWED = KVLayout(page_size=64, max_context_len=C - 4, max_draft_tokens=4, window=256)
 P = LAYOUT.max_num_pages
+PARTS = 66  # of a FlashMLA schedule
 
 
 def i32(*shape: int) -> Tensor:
@@ -113,6 +114,18 @@ def seqlens_out(seq_lens: Tensor, cache_seqlens: Tensor, cu_seqlens_q: Tensor, c
     return ckv.seqlens(seq_lens, out=(cache_seqlens, cu_seqlens_q, cu_seqlens_k))
 
 
+def schedule(cache_seqlens: Tensor) -> Any:
+    return ckv.flashmla_schedule(cache_seqlens, num_sm_parts=PARTS)
+
+
+def padded_schedule(cache_seqlens: Tensor, num_reqs: Tensor) -> Any:
+    return ckv.flashmla_schedule(cache_seqlens, num_sm_parts=PARTS, num_reqs=num_reqs, form="legacy_tokens")
+
+
+def schedule_out(cache_seqlens: Tensor, tile_scheduler_metadata: Tensor, num_splits: Tensor) -> Any:
+    return ckv.flashmla_schedule(cache_seqlens, num_sm_parts=PARTS, out=(tile_scheduler_metadata, num_splits))
+
+
 def decode(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor) -> DecodeMetadata:
     return ckv.decode_metadata(req_to_token, req_pool_indices, seq_lens, layout=LAYOUT)
 
@@ -203,6 +216,11 @@ CASES: dict[str, dict[str, Case]] = {
         "functional": Case(seqlens, (LENS,)),
         "ragged, padded": Case(padded_seqlens, (LENS, i32(B), i32(1))),
         "out": Case(seqlens_out, (LENS, i32(B), i32(B + 1), i32(B + 1))),
+    },
+    "flashmla_schedule": {
+        "functional": Case(schedule, (LENS,)),
+        "padded, legacy tokens": Case(padded_schedule, (LENS, i32(1))),
+        "out": Case(schedule_out, (LENS, i32(PARTS, 8), i32(B + 1))),
     },
     "decode_metadata": {
         "plain decode": Case(decode, BATCH),

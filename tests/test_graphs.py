@@ -9,6 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from compiled_kv.goldens import assert_graph
+from compiled_kv.models import NAMES
 from compiled_kv.tracing.graphs import Graphs, capture
 from compiled_kv.tracing.rendering import body, summary
 from tests.graph_cases import CASES
@@ -51,6 +52,12 @@ def check_is_clean(graphs: Graphs, in_place: bool) -> None:
         assert list((graphs.launches or {}).values()) == [1], graphs
         assert graphs.copies == [], graphs
     assert len([node for node in graphs.dynamo[0].graph.nodes if "compiled_kv" in str(node.target)]) == 1
+
+
+def test_every_golden_is_of_an_operator_or_of_a_models_step() -> None:
+    wanted = {f"dynamo/{name}" for name in [*CASES, *(f"step_{model}" for model in NAMES)]}
+    wanted |= {f"aot/{name}{suffix}" for name in CASES for suffix in ("", "_cpu")}
+    assert {str(path.relative_to(GRAPHS).with_suffix("")) for path in GRAPHS.glob("*/*.txt")} == wanted
 
 
 @pytest.mark.parametrize("target", ["cuda:sm_80", "hip:gfx942"])

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import sympy
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils._sympy import functions
 
 from compiled_kv.goldens import assert_graph
 from compiled_kv.tracing import targets
 from compiled_kv.tracing.graphs import Graphs, capture, host, trace
 from compiled_kv.tracing.rendering import render
+from compiled_kv.tracing.spelling import sizes
 
 toy_op = pytest.importorskip("tests.toy_op", reason="needs Triton")
 bump, bump_out, bump_pair_out = toy_op.bump, toy_op.bump_out, toy_op.bump_pair_out
@@ -343,6 +346,23 @@ print(capture(bump_pair_out, x, out, also, target="cuda:sm_90", dynamic=True), e
     with torch.fx.experimental._config.patch(use_duck_shape=False):  # as a process may have set it
         here = capture(bump_pair_out, ints(40), ints(40), ints(40), target=GPU, dynamic=True)
     assert run_python(code, PYTHONHASHSEED="7") == str(here)
+
+
+def test_sizes_are_spelt_in_one_way_whoever_wrote_them() -> None:
+    s0, s1 = sympy.symbols("s0 s1", integer=True, positive=True)
+    up, down = -functions.FloorDiv(-s0, 512), functions.FloorDiv(640, s1)
+    assert sizes(functions.Max(1, functions.Min(up, down))) == "Max(1, Min(ceil_div(s0, 512), floor_div(640, s1)))"
+    assert sizes(functions.Max(functions.Min(down, up), 1)) == sizes(functions.Max(1, functions.Min(up, down)))
+    assert [sizes(each) for each in (s1 + 1, 2 * s0 - 3, s0 * s1, -s0, down - 5, 3 * down)] == [
+        "s1 + 1", "2*s0 - 3", "s0*s1", "-s0", "floor_div(640, s1) - 5", "3*floor_div(640, s1)",
+    ]  # fmt: skip
+
+
+def test_counts_are_of_different_computations() -> None:
+    def step(x: Tensor) -> Tensor:
+        return ((x + 1)[:, None] * (x + 1)[:, None]) + x.view(-1, 1)
+
+    assert render(capture(step, ints(4), target="cpu"), "aot", "counts").startswith("aten.add 2  aten.mul 1\n")
 
 
 # Kind 10.

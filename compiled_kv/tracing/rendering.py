@@ -15,6 +15,7 @@ import operator
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import sympy  # type: ignore[import-untyped]
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.spelling import as_ceil_div, clean, dtype_name, is_ceil_div, wrap
+from compiled_kv.tracing.spelling import clean, dtype_name, sizes, wrap
 
 if TYPE_CHECKING:
     from compiled_kv.tracing.graphs import Graphs
@@ -88,10 +89,26 @@ class Rendering:
         return "\n".join([*lines, wrap("out  ", [self.value(item) for item in results])])
 
     def operators(self) -> str:
-        """`aten.add 12  aten.clamp 4`, sorted by name."""
-        shown = (node for node in self.graph.nodes if node.op in ("call_function", "call_method"))
-        counted = Counter(counts.operator_name(node) for node in shown if not self.is_inline(node))
+        """`aten.add 12  aten.clamp 4`, sorted by name: what differs from one torch to the next is left out.
+
+        The same computation twice counts once, whether torch merged them or not, and views do not count.
+        """
+        shown = (node for node in self.distinct() if not (self.is_inline(node) or is_view(node)))
+        counted = Counter(map(counts.operator_name, shown))
         return wrap("", [f"{name} {count}" for name, count in sorted(counted.items())], "  ")
+
+    def distinct(self) -> Iterator[fx.Node]:
+        """Each call, without those that compute again what an earlier one did."""
+        first: dict[str, fx.Node] = {}
+        same: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op not in ("call_function", "call_method"):
+                continue
+            given = fx.node.map_arg((node.args, node.kwargs), lambda each: same.get(each, each))
+            pure = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+            same[node] = first.setdefault(f"{node.target} {given}", node) if pure else node
+            if same[node] is node:
+                yield node
 
     def input(self, node: fx.Node) -> str:
         value = counts.value_of(node)
@@ -213,7 +230,7 @@ class Rendering:
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self.letters:
                 self.letters[symbol] = sympy.Symbol(f"s{len(self.letters)}", integer=True)
-        return str(expression.xreplace(self.letters).replace(is_ceil_div, as_ceil_div))
+        return sizes(expression.xreplace(self.letters))
 
     def fresh(self, name: str) -> str:
         self.taken[name] = self.taken.get(name, 0) + 1
@@ -223,6 +240,10 @@ class Rendering:
 def is_own(node: fx.Node) -> bool:
     """Whether a node is a kernel launch or an operator that torch does not bring along."""
     return counts.is_launch(node) or (isinstance(node.target, _OPERATORS) and namespace(node) not in _TORCHS_OWN)
+
+
+def is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def namespace(node: fx.Node) -> str:

@@ -6,6 +6,7 @@ import re
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from sympy.printing.str import StrPrinter  # type: ignore[import-untyped]
 
 _DTYPES = {torch.bool: "b8", torch.bfloat16: "bf16"}
 _WIDTH = 110
@@ -35,11 +36,34 @@ def wrap(head: str, items: list[str], comma: str = ", ", end: str = "") -> str:
     return "\n".join([*lines, line.rstrip() if items else line.rstrip() + end])
 
 
-def is_ceil_div(expression: sympy.Expr) -> bool:
+class Sizes(StrPrinter):  # type: ignore[misc]
+    """Prints Max and Min with their arguments in one order."""
+
+    printmethod = "_spelt"  # torch's own functions would print themselves otherwise
+
+    def _in_order(self, expression: sympy.Expr) -> str:
+        numbers = [arg for arg in expression.args if arg.is_number]
+        others = sorted(self._print(arg) for arg in expression.args if not arg.is_number)
+        return f"{type(expression).__name__}({', '.join([*map(self._print, numbers), *others])})"
+
+    _print_Max = _print_Min = _in_order
+
+
+def sizes(expression: sympy.Expr) -> str:
+    """Arithmetic on sizes in one spelling, whichever torch and sympy made it: `Max(1, floor_div(640, s2))`."""
+    expression = expression.replace(_is_ceil_div, _as_ceil_div)
+    return str(Sizes().doprint(expression.replace(_is_floor_div, lambda each: sympy.Function("floor_div")(*each.args))))
+
+
+def _is_floor_div(expression: sympy.Expr) -> bool:
+    return type(expression).__name__ in ("FloorDiv", "CleanDiv")
+
+
+def _is_ceil_div(expression: sympy.Expr) -> bool:
     negated = expression.is_Mul and len(expression.args) == 2 and expression.args[0] == -1
-    return negated and type(expression.args[1]).__name__ == "FloorDiv"
+    return bool(negated and _is_floor_div(expression.args[1]))
 
 
-def as_ceil_div(expression: sympy.Expr) -> sympy.Expr:
+def _as_ceil_div(expression: sympy.Expr) -> sympy.Expr:
     numerator, denominator = expression.args[1].args
     return sympy.Function("ceil_div")(-numerator, denominator)
