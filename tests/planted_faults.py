@@ -281,6 +281,20 @@ class Remembering:
         return buffers.metadata(batch_size).cache_seqlens + self.steps
 
 
+class Feeding:
+    """What a step returns is an argument of the next one, which overwrites it."""
+
+    def __init__(self) -> None:
+        self.last = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+    def __call__(self, buffers: DecodeBuffers, batch_size: int, previous: Tensor) -> Tensor:
+        self.last = buffers.metadata(batch_size).cache_seqlens[:1] + previous
+        return self.last
+
+
+FEEDING = Feeding()
+
+
 class Alternating:
     """A Python int that is not what it was at capture."""
 
@@ -319,6 +333,7 @@ FAULTS: dict[str, Fault] = {
     "cold-compile": Fault("cold compile", step=Cold()),
     "memory-taken-in-each-step": Fault("allocation", buffers=Allocating, runs_on=("cuda",)),
     "staging-refilled-early": Fault("late input", buffers=EarlyRefill, runs_on=("cuda",)),
+    "output-fed-back": Fault("output fed back", step=FEEDING, args=(Each(lambda: FEEDING.last),)),
     "number-remembered": Fault("wrong output", step=Remembering()),
 }
 """Every mistake by a name of its own."""

@@ -244,6 +244,39 @@ def test_ring_clears_what_the_line_held_before() -> None:
         assert target.tolist() == line
 
 
+class Event:
+    """An event of a device that says what became of it."""
+
+    def __init__(self, half: int, said: list[tuple[str, int]]) -> None:
+        self.half, self.said = half, said
+
+    def record(self) -> None:
+        self.said.append(("record", self.half))
+
+    def synchronize(self) -> None:
+        self.said.append(("wait", self.half))
+
+
+def test_a_half_of_the_ring_is_filled_anew_after_its_copies_landed() -> None:
+    """Kind 22: a line is written only once the event behind the last copy out of its half has been waited for."""
+    target, said = torch.zeros(2, dtype=torch.int64), list[tuple[str, int]]()
+    ring = Ring(target, [1])
+    lines = [Ring(target, [1]) for _ in range(2 * HALF)]
+    ring.lines, ring.memory = [line.lines[0] for line in lines], [line.memory[0] for line in lines]
+    ring.on_cuda, ring.sent = True, [Event(0, said), Event(1, said)]  # type: ignore[list-item]
+    for step in range(3 * 2 * HALF):
+        ring.fill(1, ([step],))
+        said.append(("fill", ring.turn))
+        ring.send(2)
+        assert target.tolist() == [1, step]
+    one_round = [
+        event
+        for half in (0, 1)
+        for event in [("wait", half), *(("fill", half * HALF + i) for i in range(HALF)), ("record", half)]
+    ]
+    assert said == one_round * 3
+
+
 @traces
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

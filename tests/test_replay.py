@@ -42,6 +42,7 @@ def scenarios(mode: str, window: str, page_size: int) -> list[Scenario]:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_byte_is_as_it_should_be(mode: str, window: str, page_size: int, device: str) -> None:
+    """Kind 21, the acceptance story, among others."""
     for scenario in scenarios(mode, window, page_size):
         report = check_replay(scenario=scenario, device=device, backend=None)
         assert report.steps == scenario.steps
@@ -121,9 +122,10 @@ def test_planted_fault_is_named(fault: str, device: str) -> None:
         pytest.skip(f"this mistake shows on {', '.join(planted.runs_on)} only")
     if INTERPRETED and planted.name == "cold compile":
         pytest.skip("nothing compiles here")
+    attempts = 20 if INTERPRETED or device == "cuda" else 300
     with pytest.raises(ReplayFault) as caught:
         check_replay(planted.step, planted.scenario, device=device, backend=None, buffers=planted.buffers,
-                     args=planted.args, attempts=20 if INTERPRETED or device == "cuda" else 300)  # fmt: skip
+                     graphs=planted.graphs, args=planted.args, attempts=attempts)  # fmt: skip
     assert caught.value.fault == planted.name
     assert str(caught.value).startswith(planted.name)
 
@@ -200,6 +202,69 @@ def test_arguments_are_held_to_their_capture(device: str) -> None:
         with pytest.raises(ValueError, match=message):
             step(DecodeBatch([0], [1], [0]), *args)
         assert torch.equal(step.buffers.inputs, before), "a refused call loaded its batch"
+
+
+def plus(buffers: DecodeBuffers, batch_size: int, given: Any) -> Tensor:
+    return given + buffers.metadata(batch_size).cache_seqlens[:1]
+
+
+@devices
+def test_a_longest_length_captured_as_1024_is_refused_as_3000(device: str) -> None:
+    """Kind 12: same shapes, another Python int."""
+    step = graphs(plus, device, args=(1024,))
+    assert step(BATCH, 1024).tolist() == [1033]
+    with pytest.raises(ValueError, match="argument given changed from 1024 to 3000: a captured graph holds the value"):
+        step(BATCH, 3000)
+
+
+@devices
+def test_lengths_made_anew_outside_the_graph_are_refused(device: str) -> None:
+    """Kind 14: `cache_seqlens = seq_lens + 1` in each step."""
+    seq_lens = torch.tensor([9], dtype=torch.int32, device=device)
+    step = graphs(plus, device, args=(seq_lens + 1,))
+    with pytest.raises(ValueError, match=r"argument given moved from 0x\w+ \[1\] to 0x\w+ \[1\]: a captured"):
+        step(BATCH, seq_lens + 1)
+
+
+@devices
+def test_an_output_fed_back_is_refused(device: str) -> None:
+    """Kind 20."""
+    step = graphs(plus, device, args=(torch.zeros(1, dtype=torch.int32, device=device),))
+    with pytest.raises(ValueError, match="argument given is an output of these graphs, in their memory pool"):
+        step(BATCH, step(BATCH))
+
+
+class Scale(float):
+    """A number that is equal to nothing else."""
+
+    def __eq__(self, other: object) -> Any:
+        return torch.tensor([True, False])
+
+    __hash__ = float.__hash__
+
+
+def test_an_argument_that_compares_like_no_number_is_held_to_the_object() -> None:
+    scale, nan = Scale(2.0), float("nan")
+    for value, other in ((scale, Scale(2.0)), (nan, float("nan"))):
+        step = graphs(scaled, args=(value, {"bias": torch.zeros(1)}))
+        step(BATCH, value, step.args[1])
+        with pytest.raises(ValueError, match="argument scale changed from"):
+            step(BATCH, other, step.args[1])
+
+
+@traces
+def test_a_function_compiled_for_the_first_time_under_capture_is_named() -> None:
+    """Kind 17: warming up did not come by it."""
+    calls: list[int] = []
+
+    def late(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        calls.append(batch_size)
+        lengths = buffers.metadata(batch_size).cache_seqlens
+        return torch.compile(torch.neg, backend="eager")(lengths) if len(calls) > 2 else -lengths
+
+    with pytest.raises(RuntimeError, match=r"late met a function compiled by torch.compile for the first time under"):
+        graphs(late)
+    assert calls == [4, 2, 4]
 
 
 @devices
@@ -342,19 +407,6 @@ def test_fixture_in_a_project_of_its_own(pytester: pytest.Pytester, line: str, f
     result.assert_outcomes(passed=int(fault is None), failed=int(fault is not None))
     if fault is not None:
         result.stdout.fnmatch_lines([f"*ReplayFault: {fault}"])
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_an_output_fed_back_is_refused() -> None:
-    """Kind 20."""
-
-    def add(buffers: DecodeBuffers, batch_size: int, previous: Tensor) -> Tensor:
-        return previous + buffers.metadata(batch_size).cache_seqlens[:1]
-
-    step = graphs(add, "cuda", args=(torch.zeros(1, dtype=torch.int32, device="cuda"),))
-    with pytest.raises(ValueError, match="argument previous is an output of these graphs, in their memory pool"):
-        step(BATCH, step(BATCH))
 
 
 @pytest.mark.gpu

@@ -71,7 +71,7 @@ class Frozen:
             if isinstance(leaf, Tensor) and isinstance(was, Tensor):
                 if leaf.data_ptr() != self.pointers[name] or leaf.shape != was.shape or leaf.stride() != was.stride():
                     self._refuse_tensor(name, leaf, outputs)
-            elif type(leaf) is not type(was) or leaf != was:
+            elif not _is_same(leaf, was):
                 raise ValueError(
                     f"argument {name} changed from {was!r} to {leaf!r}: a captured graph holds the value that it was "
                     "captured with; pass what changes as a tensor"
@@ -90,6 +90,13 @@ class Frozen:
             f"argument {name} moved from {address(self.pointers[name])} {list(self.leaves[name].shape)} to "
             f"{address(leaf.data_ptr())} {list(leaf.shape)}: {REPLAYED}; copy into the captured tensor instead"
         )
+
+
+def _is_same(leaf: Any, was: Any) -> bool:
+    try:
+        return leaf is was or (type(leaf) is type(was) and bool(leaf == was))
+    except (RuntimeError, ValueError):  # an array of several values has no one truth
+        return False
 
 
 @contextmanager

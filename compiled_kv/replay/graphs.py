@@ -108,9 +108,10 @@ class DecodeGraphs:
         self.served += 1
         if self.on_cuda:
             self._graphs[bucket].replay()
-            return self._outputs[bucket]
-        with torch.no_grad():
-            return self.step(self.buffers, bucket, *self.args, **self.kwargs)
+        else:
+            with torch.no_grad():
+                self._outputs[bucket] = self.step(self.buffers, bucket, *self.args, **self.kwargs)
+        return self._outputs[bucket]
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._places.check()
@@ -131,7 +132,7 @@ class DecodeGraphs:
             for guard in (unguarded, refuse_cold_start):
                 for size in sizes:
                     with guard(_name(self.step)):
-                        self.step(self.buffers, size, *self.args, **self.kwargs)
+                        self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
         self.buffers.reset()
 
     def _capture(self, sizes: Sequence[int]) -> None:
