@@ -43,8 +43,9 @@ def kernel(fn: Callable[..., None]) -> Any:
         do_not_specialize_on_alignment=[name for name in runtime if name.endswith("_ptr")],
         debug=DEBUG or None,  # without it Triton drops every device_assert
     )
-    if "PDL" in inspect.signature(fn).parameters and not INTERPRETED:
-        jitted.run = _with_dependent_launch(jitted.run)
+    names = list(inspect.signature(fn).parameters)
+    if "PDL" in names and not INTERPRETED:
+        jitted.run = _with_dependent_launch(jitted.run, names.index("PDL"))
     return jitted
 
 
@@ -54,18 +55,28 @@ def kernel(fn: Callable[..., None]) -> Any:
 # nothing is read or written before all that came ahead is done and seen. Launched by ourselves, it gets `PDL=True`, and
 # a CUDA graph keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the
 # instructions, and Inductor could not launch so.
-def _with_dependent_launch(run: Callable[..., Any]) -> Callable[..., Any]:
+def _with_dependent_launch(run: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """`run` of a kernel whose parameter `PDL` is the one at `at`; torch passes some or all arguments by position."""
+
     def launched(*args: Any, **kwargs: Any) -> Any:
-        if _has_dependent_launch(torch.cuda.current_device() if torch.cuda.is_available() else -1):
-            kwargs |= {"PDL": True, "launch_pdl": True}
-        return run(*args, **kwargs)
+        if not _has_dependent_launch():
+            return run(*args, **kwargs)
+        if at < len(args):
+            args = (*args[:at], True, *args[at + 1 :])
+        else:
+            kwargs["PDL"] = True
+        return run(*args, **kwargs, launch_pdl=True)
 
     return launched
 
 
+def _has_dependent_launch() -> bool:
+    return torch.cuda.is_available() and _is_hopper_or_later(torch.cuda.current_device())
+
+
 @cache
-def _has_dependent_launch(device: int) -> bool:
-    return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+def _is_hopper_or_later(device: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def device_function(fn: Callable[..., Any]) -> Any:
@@ -114,12 +125,13 @@ PROGRAMS = 640
 def columns_a_turn(page_size: int) -> int:
     """Columns a program takes from a token pool at a time. Each of a large page costs a sector of memory of its own,
     and two loads in flight a thread do; of pages of one token, whose sectors are shared, sixteen do."""
+    page_size = int(page_size)  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
     return {1: 4 * BLOCK, 2: 4 * BLOCK, 4: 2 * BLOCK, 8: BLOCK}.get(page_size, BLOCK // 2)
 
 
 def programs_a_row(batch_size: int, width: int, block: int | None = None, programs: int | None = None) -> int:
     """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length."""
-    share = (programs or PROGRAMS) // torch.sym_max(batch_size, 1)
+    share = (programs or PROGRAMS) // (batch_size + 1)
     return torch.sym_max(1, torch.sym_min(ceil_div(width, block or BLOCK), share))
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
+from torch import Tensor
 
+import compiled_kv as ckv
+from compiled_kv import KVLayout
 from compiled_kv.goldens import assert_graph
 from compiled_kv.models import NAMES
 from compiled_kv.tracing.graphs import Graphs, capture
 from compiled_kv.tracing.rendering import body, summary
-from tests.graph_cases import CASES
+from tests.graph_cases import BATCH, CASES, FULL_TO_SWA, LAYOUT
 
 pytest.importorskip("triton", reason="kernels are traced")
 
@@ -67,6 +70,17 @@ def test_other_devices_get_the_same_launch(operator: str, target: str) -> None:
     one, other = (graphs_of(operator, form, "dynamic", each) for each in ("cuda:sm_90", target))
     assert body(other, "aot") == body(one, "aot")
     assert summary(other) == "launches 1  copies 0  host reads 0"
+
+
+@pytest.mark.parametrize("operator", ["page_table", "flashmla_kv_indices", "swa_page_table", "decode_metadata"])
+def test_a_layout_given_to_a_dynamic_step_traces_whole(operator: str) -> None:
+    """Its numbers are then symbols in the trace."""
+    maps = (FULL_TO_SWA,) if operator == "swa_page_table" else ()
+
+    def step(layout: KVLayout, *tensors: Tensor) -> object:
+        return getattr(ckv, operator)(*tensors, layout=layout)
+
+    check_is_clean(capture(step, LAYOUT, *BATCH, *maps, target="cuda:sm_90", dynamic=True), in_place=False)
 
 
 def test_page_table_as_its_caller_sees_it() -> None:
