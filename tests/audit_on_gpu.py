@@ -31,7 +31,7 @@ from tests.audit_corpus.hazards import HAZARDS
 STEPS = {**HAZARDS, **CLEAN}
 REFUSED = (*WAITING, "unsafe-under-capture")
 SKIPPED = (*REFUSED, "cpu-tensor", "mutated-input", "output-fed-back", "recompile")
-STEP_SECONDS = 90.0
+STEP_SECONDS = 120.0
 
 
 @dataclass(frozen=True)

@@ -57,17 +57,16 @@ def measure_apart(
         seconds: after these the process is ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "measured.json"
+        file, log = Path(folder) / "measured.json", Path(folder) / "log.txt"
         command = [sys.executable, "-m", __name__, entry, str(file), "--dynamic", str(dynamic).lower()]
         command += ["--batch-sizes", ",".join(map(str, batch_sizes))] if batch_sizes else []
         try:
-            run = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
-            )
+            with log.open("w") as kept:  # no pipe: compiler processes may outlive the one that is waited for
+                run = subprocess.run(command, stdout=kept, stderr=kept, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
             return f"it took longer than {seconds:.0f} s"
         if not file.exists():
-            last = (run.stderr.strip().splitlines() or ["no word of why"])[-1]
+            last = (log.read_text(errors="replace").strip().splitlines() or ["no word of why"])[-1]
             return f"the process that ran the step ended with status {run.returncode}: {last[:300]}"
         found = json.loads(file.read_text(encoding="utf-8"))
     return str(found["error"]) if "error" in found else Measured.of(found)

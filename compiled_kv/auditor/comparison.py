@@ -27,9 +27,9 @@ def beside(finding: Finding, measured: Measured) -> str:
         here = sum((each.file, each.line) == (finding.file, finding.line) for each in measured.eager_waits or ())
         return f"waited here {_times(here)} in an eager step; a compiled one waited {_often(measured.waits)}"
     if finding.rule == "graph-break":
-        return f"{known(measured.graphs)} graphs were compiled"
+        return f"graphs compiled: {known(measured.graphs)}"
     if finding.rule == "recompile":
-        return f"{count(measured.recompiles)} guards failed in later calls"
+        return f"guards that failed in later calls: {count(measured.recompiles)}"
     if finding.rule in ("mutated-input", "output-fed-back"):
         return f'mode="reduce-overhead": {measured.reduced()}'
     if finding.rule in UNCAPTURABLE:

@@ -104,7 +104,8 @@ def measure(
             step writes stays written; others are copied there.
         batches: further arguments, to see what compiles again.
         dynamic: as in torch.compile.
-        capture_scalars: compile as the audit traces, scalars and data-dependent shapes captured.
+        capture_scalars: compile as the audit traces, scalars and data-dependent shapes captured; where torch cannot,
+            it is done without, and said.
         cuda: the device's calls; a test puts others in their place.
 
     Raises:
@@ -116,14 +117,24 @@ def measure(
     given = [reals.arguments(tuple(each)) for each in (args, *batches)]
     named, moved = reals.arguments(dict(kwargs or {})), reals.callable(step)
     failures: dict[str, str] = {}
-    torch._dynamo.reset()
-    settings = {"capture_scalar_outputs": capture_scalars, "capture_dynamic_output_shape_ops": capture_scalars}
-    with torch.no_grad(), torch._dynamo.config.patch(settings):
-        found = _measured(cuda, moved, given, named, dynamic, failures)
+    found = _measured(cuda, moved, given, named, dynamic, capture_scalars, failures)
+    if capture_scalars and "compiled" in failures and "eager" not in failures:
+        failures = {"compiled with scalars captured": failures["compiled"]}
+        found = _measured(cuda, moved, given, named, dynamic, False, failures)
     return Measured(cuda.name(), _versions(), failures=failures, **found)
 
 
 def _measured(
+    cuda: Cuda, step: Callable[..., Any], given: list[Any], named: dict[str, Any], dynamic: bool | None,
+    capture_scalars: bool, failures: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    settings = {"capture_scalar_outputs": capture_scalars, "capture_dynamic_output_shape_ops": capture_scalars}
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(settings):
+        return _parts(cuda, step, given, named, dynamic, failures)
+
+
+def _parts(
     cuda: Cuda, step: Callable[..., Any], given: list[Any], named: dict[str, Any], dynamic: bool | None,
     failures: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
@@ -237,7 +248,7 @@ def graphs_replayed(cuda: Cuda, run: Run) -> tuple[int, tuple[str, ...]]:
             replays[0] = 0
             run()
     unnamed = counters["cudagraph_skips"] - before - len(reasons)
-    return replays[0], (*reasons, *["torch names no reason"] * (unnamed > 0))
+    return replays[0], (*dict.fromkeys(reasons), *["torch names no reason"] * (unnamed > 0))
 
 
 @contextmanager
