@@ -6,8 +6,7 @@
     -> ValueError: page_table must be [B, P] with B=4, got [5, 8]
 
 Only metadata is looked at, never a value: nothing here reads a device or adds a node to a graph. A public function
-finishes its
-checks before it writes anything.
+finishes its checks before it writes anything.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ class Sizes:
     def _check_kind(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} must be {_names(dtypes)}, got {_name(tensor.dtype)}")
         if self.device is None:
@@ -106,8 +107,14 @@ def check_width(name: str, width: int, least: int, unit: str) -> None:
         raise ValueError(f"{name} must have at least {least} {unit} for this layout, got {width}")
 
 
+def check_layout(layout: KVLayout) -> None:
+    if not isinstance(layout, KVLayout):
+        raise TypeError(f"layout must be a KVLayout, got {type(layout).__name__}")
+
+
 def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, layout: KVLayout) -> None:
     """The checks that every reader of a token pool shares."""
+    check_layout(layout)
     sizes.check("req_to_token", req_to_token, INTS, "R", "C")
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
     check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
@@ -172,10 +179,7 @@ def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tens
 
 
 def _check_distinct_spans(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
-    storages = {tensor.untyped_storage()._cdata for tensor in everything.values()}
-    if len(storages) == len(everything):
-        return
-    spans = sorted((*_span(tensor), name) for name, tensor in everything.items() if tensor.numel() > 0)
+    spans = sorted((*_span(tensor), name) for name, tensor in everything.items() if _has_memory(tensor))
     for index, (_, end, name) in enumerate(spans):
         for begin, _, other in spans[index + 1 :]:
             if begin >= end:
@@ -193,6 +197,10 @@ def _check_distinct_objects(outputs: Mapping[str, Tensor], everything: Mapping[s
 
 def _refuse(name: str, other: str) -> None:
     raise ValueError(f"{name} must not overlap {other}: got views of the same memory")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and (type(tensor) is FakeTensor or tensor.data_ptr() != 0)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

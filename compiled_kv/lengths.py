@@ -15,7 +15,16 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.batch_triton import prefix_sums
-from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int, check_tuple
+from compiled_kv.checks import (
+    INT32,
+    INTS,
+    Sizes,
+    check_distinct,
+    check_distinct_fake,
+    check_int,
+    check_layout,
+    check_tuple,
+)
 from compiled_kv.launch import SCAN, chunks, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.rows_triton import active_rows, report
@@ -140,6 +149,8 @@ def seqlens(
     """
     sizes = Sizes()
     sizes.check("seq_lens", seq_lens, INTS, "B")
+    if layout is not None:
+        check_layout(layout)
     cap = UNBOUNDED if layout is None else layout.max_seqlen_k
     q_lens, fixed_q_len = check_queries(sizes, q_len)
     check_int("delta", delta, 0, UNBOUNDED)

@@ -38,6 +38,7 @@ from compiled_kv.lengths import UNBOUNDED, check_queries
 from compiled_kv.metadata_op import DecodeMetadata
 from compiled_kv.windows import check_map
 
+MOST_TOKENS = 2**63 - 1
 INPUTS = (
     "req_to_token",
     "req_pool_indices",
@@ -133,13 +134,13 @@ def _token_capacity(
         sizes.check("slots", slots, INTS, "n")
         if num_tokens is None:
             return slots.shape[0]
-        check_int("num_tokens", num_tokens, 0)
+        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
         if num_tokens < slots.shape[0]:
             raise ValueError(f"num_tokens must be at least the {slots.shape[0]} entries of slots, got {num_tokens}")
         return num_tokens
     if q_lens is not None:
         if num_tokens is not None:
-            check_int("num_tokens", num_tokens, 0)
+            check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
         return num_tokens
     if num_tokens is not None:
         raise ValueError(

@@ -346,6 +346,17 @@ def test_overlapping_views_are_refused(views: Callable[[], tuple[Tensor, Tensor]
     assert bool((one == POISON[torch.int32]).all()) and bool((other == POISON[torch.int32]).all())
 
 
+def test_two_storages_over_one_memory_are_refused() -> None:
+    """As two arrays shared with NumPy or DLPack are; a trace cannot know."""
+    one = poison((3, 7))
+    other = torch.from_numpy(one.numpy())
+    assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
+    fields = {**fields_of("swa_page_table"), "page_table": one, "swa_page_table": other}
+    with pytest.raises(ValueError, match="swa_page_table must not overlap page_table|page_table must not overlap swa"):
+        call_into("swa_page_table", fields, "eager")
+    assert bool((one == POISON[torch.int32]).all())
+
+
 # operator -> an input, and the output that it overlaps by one element
 INTO_INPUTS = {
     "page_table": ("cache_seqlens", "page_table"),
