@@ -13,11 +13,12 @@ publishes this kernel for its draft workers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.library import triton_op
 
-from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
     INT32,
     INTS,
@@ -29,6 +30,7 @@ from compiled_kv.checks import (
     check_tuple,
     check_width,
 )
+from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel
 from compiled_kv.layout import KVLayout
@@ -36,82 +38,73 @@ from compiled_kv.lengths import UNBOUNDED
 
 Pair = tuple[Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices")
-INPUTS = ("pool", "req_pool_indices", "seq_lens", "positions")
 
 
-def _launch(
-    out: Pair, pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None,
-    num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int, clear: bool,
-) -> None:  # fmt: skip
-    kv_indptr, kv_indices = out
-    capacity, branches = kv_indices.shape[1], seq_lens.shape[0] * topk
+class Given(NamedTuple):
+    pool: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    positions: Tensor | None
+    page_map: Tensor | None
+
+
+class Settings(NamedTuple):
+    num_steps: int
+    topk: int
+    page_size: int
+    entry_page_size: int
+    cap: int
+    window: int
+    sinks: int
+
+
+def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
+    (kv_indptr, kv_indices), pool, page_map = out, given.pool, given.page_map
+    num_steps, topk = settings.num_steps, settings.topk
+    capacity, branches = kv_indices.shape[1], given.seq_lens.shape[0] * topk
     launch(
         draft_kv_indices_kernel, (branches + 1, programs_a_row(branches * num_steps, capacity), num_steps),
-        pool_ptr=pool, req_pool_indices_ptr=req_pool_indices, seq_lens_ptr=seq_lens, branch_lens_ptr=positions,
-        kv_indptr_ptr=kv_indptr, kv_indices_ptr=kv_indices, pool_rows=pool.shape[0], pool_width=pool.shape[1],
-        pool_row_stride=pool.stride(0), pool_stride=pool.stride(1), index_stride=req_pool_indices.stride(0),
-        seq_stride=seq_lens.stride(0), branch_stride=0 if positions is None else positions.stride(0),
-        indptr_row_stride=kv_indptr.stride(0), indices_row_stride=kv_indices.stride(0), batch_size=seq_lens.shape[0],
-        topk=topk, num_steps=num_steps, capacity=capacity, cap=cap, PAGE_SIZE=page_size, ENTRY_SIZE=entry_page_size,
-        CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
+        pool_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
+        branch_lens_ptr=given.positions, map_ptr=page_map, kv_indptr_ptr=kv_indptr, kv_indices_ptr=kv_indices,
+        pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
+        index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
+        branch_stride=0 if given.positions is None else given.positions.stride(0),
+        map_stride=0 if page_map is None else page_map.stride(0), map_size=0 if page_map is None else page_map.shape[0],
+        indptr_row_stride=kv_indptr.stride(0), indices_row_stride=kv_indices.stride(0),
+        batch_size=given.seq_lens.shape[0], topk=topk, num_steps=num_steps, capacity=capacity, cap=settings.cap,
+        window=settings.window, sinks=settings.sinks, PAGE_SIZE=settings.page_size,
+        ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
     )  # fmt: skip
-
-
-def _cpu_body(
-    pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None,
-    num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int, capacity: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Both outputs, cleared, and which indices a kept tail leaves to us."""
-    rows = req_pool_indices.long()
-    live = (rows >= 0) & (rows < pool.shape[0])
-    lengths = cpu.clamped_length(seq_lens, 0, cap).where(live, 0)[:, None].expand(-1, topk).reshape(-1)
-    drafts = cpu.iota(num_steps, rows)[:, None] + 1
-    ends = (lengths + drafts).cumsum(1)
-    shown = lengths if positions is None else cpu.clamped_length(positions, 0, cap)
-    kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, cpu.INT32_MAX)), (1, 0))
-    entry = cpu.iota(capacity, rows).expand(num_steps, capacity)
-    branch = torch.searchsorted(ends.contiguous(), entry.contiguous(), right=True)
-    written = branch < lengths.shape[0]
-    length = cpu.gather(lengths, branch, written)
-    before = cpu.gather(lengths.cumsum(0) - lengths, branch, written)
-    column = entry - before - branch * drafts
-    request = cpu.floor_div(branch, topk)
-    pages = cpu.floor_div(length % page_size + num_steps + page_size - 1, page_size)
-    position = column + torch.where(column < length, 0, (branch - request * topk) * pages * page_size)
-    pool_row = cpu.gather(rows, request, written)
-    slot = cpu.gather_rows(pool, pool_row, cpu.floor_div(position, entry_page_size), written)
-    if entry_page_size > 1:
-        page = cpu.page_of(slot, 1)
-        slot = torch.where(page < 0, -1, page * entry_page_size + position % entry_page_size)
-    return kv_indptr.int(), torch.where(written, cpu.page_of(slot, 1), 0).int(), written
 
 
 @triton_op("compiled_kv::draft_kv_indices", mutates_args=())
 def _draft_kv_indices(
-    pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None,
-    num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int, capacity: int,
+    pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None, page_map: Tensor | None,
+    num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int, window: int, sinks: int, capacity: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    inputs = (pool, req_pool_indices, seq_lens, positions)
+    given = Given(pool, req_pool_indices, seq_lens, positions, page_map)
+    settings = Settings(num_steps, topk, page_size, entry_page_size, cap, window, sinks)
     if not runs_kernel(pool):
-        return _cpu_body(*inputs, num_steps, topk, page_size, entry_page_size, cap, capacity)[:2]
+        return cpu_body(given, settings, capacity)[:2]
     widths = (seq_lens.shape[0] * topk + 1, capacity)
     kv_indptr, kv_indices = (pool.new_empty((num_steps, width), dtype=torch.int32) for width in widths)
-    _launch((kv_indptr, kv_indices), *inputs, num_steps, topk, page_size, entry_page_size, cap, clear=True)
+    _launch((kv_indptr, kv_indices), given, settings, clear=True)
     return kv_indptr, kv_indices
 
 
 @triton_op("compiled_kv::draft_kv_indices_out", mutates_args=FIELDS)
 def _draft_kv_indices_out(
-    pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None, kv_indptr: Tensor,
-    kv_indices: Tensor, num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int, clear: bool,
+    pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None, page_map: Tensor | None,
+    kv_indptr: Tensor, kv_indices: Tensor, num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int,
+    window: int, sinks: int, clear: bool,
 ) -> None:  # fmt: skip
-    inputs, out = (pool, req_pool_indices, seq_lens, positions), (kv_indptr, kv_indices)
-    check_distinct_fake(dict(zip(FIELDS, out)), dict(zip(INPUTS, inputs)))
+    given, out = Given(pool, req_pool_indices, seq_lens, positions, page_map), (kv_indptr, kv_indices)
+    settings = Settings(num_steps, topk, page_size, entry_page_size, cap, window, sinks)
+    check_distinct_fake(dict(zip(FIELDS, out)), given._asdict())
     if runs_kernel(pool):
-        _launch(out, *inputs, num_steps, topk, page_size, entry_page_size, cap, clear)
+        _launch(out, given, settings, clear)
         return
-    capacity = kv_indices.shape[1]
-    indptr, indices, written = _cpu_body(*inputs, num_steps, topk, page_size, entry_page_size, cap, capacity)
+    indptr, indices, written = cpu_body(given, settings, kv_indices.shape[1])
     kv_indptr[:num_steps, : indptr.shape[1]].copy_(indptr)
     steps = kv_indices[:num_steps]
     steps.copy_(indices if clear else torch.where(written, indices, steps))
@@ -119,8 +112,8 @@ def _draft_kv_indices_out(
 
 def draft_kv_indices(
     pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, num_steps: int, topk: int = 1, layout: KVLayout,
-    positions: Tensor | None = None, entry_page_size: int = 1, capacity: int | None = None, out: Pair | None = None,
-    tail: str = "clear",
+    positions: Tensor | None = None, page_map: Tensor | None = None, entry_page_size: int = 1, window: int = 0,
+    sinks: int = 0, capacity: int | None = None, out: Pair | None = None, tail: str = "clear",
 ) -> Pair:  # fmt: skip
     """Token slots that each branch of each request reads in each of `num_steps` draft steps.
 
@@ -132,6 +125,9 @@ def draft_kv_indices(
         num_steps, topk: steps K and branches a request.
         layout: bounds, and the page size that sets branches apart.
         positions: int [B * topk], the lengths of kv_indptr where a caller has its own; those of seq_lens if absent.
+        page_map: int [NP], virtual to physical pages of layout.page_size; a slot of none, and an unbound page, give 0.
+        window, sinks: where window is not 0, a branch reads the first `sinks` committed tokens and the last ones, at
+            most window + sinks together, before its own.
         capacity: entries S a step; rows that do not fit are cut, and kv_indptr never passes S. Absent: room for all.
         out: (int32 [K, B * topk + 1], int32 or int64 [K, S]), written in place and returned; in place of capacity.
             Both may have more rows, and the first more columns, which are left alone.
@@ -150,17 +146,21 @@ def draft_kv_indices(
     sizes.check("seq_lens", seq_lens, INTS, "B")
     for name, number in (("num_steps", num_steps), ("topk", topk), ("entry_page_size", entry_page_size)):
         check_int(name, number, 1, UNBOUNDED)
+    for name, number in (("window", window), ("sinks", sinks)):
+        check_int(name, number, 0, UNBOUNDED)
     check_width("pool", pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
     sizes.named["B*topk"] = branches = seq_lens.shape[0] * topk
     if positions is not None:
         sizes.check("positions", positions, INTS, "B*topk")
+    if page_map is not None:
+        sizes.check("page_map", page_map, INTS, "NP")
     check_tail(tail, out)
-    inputs = (pool, req_pool_indices, seq_lens, positions)
-    settings = (num_steps, topk, layout.page_size, entry_page_size, layout.max_seqlen_k)
+    given = Given(pool, req_pool_indices, seq_lens, positions, page_map)
+    settings = (num_steps, topk, layout.page_size, entry_page_size, layout.max_seqlen_k, window, sinks)
     if out is None:
         room = branches * (layout.max_seqlen_k + num_steps) if capacity is None else capacity
         check_int("capacity", room, 0, UNBOUNDED)
-        return torch.ops.compiled_kv.draft_kv_indices(*inputs, *settings, room)
+        return torch.ops.compiled_kv.draft_kv_indices(*given, *settings, room)
     if capacity is not None:
         raise ValueError(f"capacity goes with a new result: out has its own, got {capacity}")
     check_tuple("out", out, FIELDS)
@@ -168,6 +168,6 @@ def draft_kv_indices(
         sizes.check_output(name, tensor, dtypes, f"steps of {name}", f"columns of {name}")
         if tensor.shape[0] < num_steps or tensor.shape[1] < columns:
             raise ValueError(f"{name} must be at least [{num_steps}, {columns}], got {list(tensor.shape)}")
-    check_distinct(dict(zip(FIELDS, out)), dict(zip(INPUTS, inputs)))
-    torch.ops.compiled_kv.draft_kv_indices_out(*inputs, *out, *settings, tail == "clear")
+    check_distinct(dict(zip(FIELDS, out)), given._asdict())
+    torch.ops.compiled_kv.draft_kv_indices_out(*given, *out, *settings, tail == "clear")
     return out

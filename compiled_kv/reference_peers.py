@@ -228,8 +228,9 @@ def fill_kv_indices(pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_
 
 
 def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, num_steps: int, topk: int = 1,
-                     layout: KVLayout, positions: Tensor | None = None, entry_page_size: int = 1,
-                     capacity: int | None = None, out: Any = None, tail: str = "clear") -> Any:  # fmt: skip
+                     layout: KVLayout, positions: Tensor | None = None, page_map: Tensor | None = None,
+                     entry_page_size: int = 1, window: int = 0, sinks: int = 0, capacity: int | None = None,
+                     out: Any = None, tail: str = "clear") -> Any:  # fmt: skip
     """kv_indptr and kv_indices of every draft step."""
     rows, page_size, cap = req_pool_indices.tolist(), layout.page_size, layout.max_seqlen_k
     good = [0 <= row < len(pool) for row in rows]
@@ -242,15 +243,23 @@ def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *
         out = tuple(torch.zeros(num_steps, width, dtype=torch.int32) for width in widths)
     room, indptr, indices = out[1].shape[1], [], out[1][:num_steps].tolist()
     for step in range(num_steps):
-        indptr.append([min(total, room) for total in sums([n + step + 1 for n in shown])])
+        most = window + sinks if window else cap
+        indptr.append([min(total, room) for total in sums([min(n, most) + step + 1 for n in shown])])
         line: list[int] = []
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             pages = ceil_div(length % page_size + num_steps, page_size)
             for k in range(topk):
                 begin = (length // page_size + k * pages) * page_size + length % page_size
-                for position in [*range(length), *range(begin, begin + step + 1)]:
-                    found = pages_of_row(pool.tolist(), row, 1, position, 1, entry_page_size, None) if good[i] else [-1]
-                    line += found
+                read = [at for at in range(length) if at < sinks or at >= length - most + min(sinks, length)]
+                read = [*range(length)] if length <= most else read
+                for position in [*read, *range(begin, begin + step + 1)]:
+                    found = (
+                        pages_of_row(pool.tolist(), row, 1, position, 1, entry_page_size, None)[0] if good[i] else -1
+                    )
+                    if page_map is not None:
+                        page = look_up(page_map.tolist(), page_of(found, page_size))
+                        found = page * page_size + found % page_size if page_of(page, 1) >= 0 else 0
+                    line.append(page_of(found, 1))
         indices[step] = (line + (indices[step][len(line) :] if tail == "keep" else [0] * room))[:room]
     store(indptr, out[0][:num_steps, : len(branches) + 1])
     store(indices, out[1][:num_steps])

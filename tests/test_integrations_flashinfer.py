@@ -12,6 +12,7 @@ from torch import Tensor
 
 import compiled_kv as ckv
 from compiled_kv import reference
+from compiled_kv.csr import csr_tables
 from compiled_kv.integrations import flash_mla, flashinfer
 from tests.cases import DEVICES, pool_of_pages
 from tests.harness import poisoned
@@ -60,6 +61,15 @@ def test_rows_beyond_the_capacity_are_cut(device: str) -> None:
     given = flashinfer.plan_arguments(*batch(device, (torch.int64, torch.int64)), layout=LAYOUT, capacity=5)
     assert given["indptr"].tolist() == [0, 2, 2, 5]
     assert given["indices"].tolist() == INDICES[:5]
+
+
+def test_the_mla_plan_takes_the_same_tables() -> None:
+    made, layout = metadata(ckv.KVLayout(4, 24)), ckv.KVLayout(4, 24)
+    tables = csr_tables(torch.arange(5 * 24).view(5, 24), torch.tensor(ROWS), made.cache_seqlens, layout=layout)
+    given = flashinfer.mla_plan_arguments(made, tables, layout=layout)
+    assert [*given] == ["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "page_size"]
+    assert (given["qo_indptr"].tolist(), given["kv_len_arr"].tolist(), given["page_size"]) == ([0, 1, 2, 3], LENS, 4)
+    assert given["kv_indptr"] is tables[0] and given["kv_indices"][:8].tolist() == [18, 19, *range(24, 30)]
 
 
 def test_seq_lens_are_those_of_flashinfers_own_rule() -> None:

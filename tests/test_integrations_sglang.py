@@ -319,8 +319,29 @@ def test_draft_indices_take_their_steps_from_num_steps() -> None:
     kernel(rows, pool, lens, indices, indptr, lens, *strides, 4, 4, 4, 4, NUM_STEPS=2)
     assert indptr.tolist() == [[0, 6, 7, 30], [0, 7, 9, 33], [KEPT] * 4]
     assert (indices[2] == KEPT).all()
-    with pytest.raises(ValueError, match="window_size, sink_size, v2p and TRANSLATE must be left out"):
-        kernel(rows, pool, lens, indices, indptr, lens, *strides, 4, 4, 4, 4, window_size=8)
+    with pytest.raises(ValueError, match="v2p must be given where TRANSLATE is True, got None"):
+        kernel(rows, pool, lens, indices, indptr, lens, *strides, 4, 4, 4, 4, TRANSLATE=True)
+
+
+@devices
+def test_draft_indices_through_a_window_and_a_page_map(device: str) -> None:
+    """Two sinks and the last three of seven tokens, then one of the draft; pages 0 and 2 of the map are not bound."""
+    pool = torch.arange(16, dtype=torch.int32, device=device)[None]
+    lens, rows = torch.tensor([7], device=device), torch.tensor([0], device=device)
+    v2p = torch.tensor([-1, 5, -1, 9], device=device)
+    indices, indptr = table(device, 1, 8), table(device, 1, 2)
+    strides = pool.stride(0), indices.stride(0), indptr.stride(0)
+    call = partial(
+        sglang.generate_draft_decode_kv_indices[(1, 1, 1)], rows, pool, lens, indices, indptr, lens, *strides, 1, 1, 1,
+        4, window_size=3, sink_size=2,
+    )  # fmt: skip
+    call(v2p=v2p)
+    assert (indptr.tolist(), indices.tolist()) == ([[0, 6]], [[0, 1, 4, 5, 6, 7, KEPT, KEPT]])
+    call(v2p=v2p, TRANSLATE=True)
+    assert indices.tolist() == [[0, 0, 20, 21, 22, 23, KEPT, KEPT]]
+    pool[0, 5] = -1
+    call(v2p=v2p, TRANSLATE=True)
+    assert indices.tolist() == [[0, 0, 20, 0, 22, 23, KEPT, KEPT]]
 
 
 def test_bad_values_reach_nothing_outside_their_row() -> None:

@@ -52,6 +52,7 @@ INTS = {
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
     "indptr_stride", "capacity", "branch_stride", "indptr_row_stride", "indices_row_stride", "topk", "num_steps",
+    "sinks",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -92,7 +93,7 @@ NEEDED_BY = {
 }
 OPTIONAL_BY = {
     "_advance_draft_kernel": [{"next_positions_ptr", "next_seq_lens_ptr"}],
-    "draft_kv_indices_kernel": [{"branch_lens_ptr"}],
+    "draft_kv_indices_kernel": [{"branch_lens_ptr"}, {"map_ptr"}],
     "csr_kernel": [{"given_indptr_ptr"}, {"map_ptr"}, {"kv_indptr_ptr", "kv_last_page_len_ptr"}],
     "_gather_block_tables_kernel": [{"reach_ptr", "block_sizes_ptr", "computed_ptr"}],
     "_group_slot_mappings_kernel": [{"sharded_ptr"}],

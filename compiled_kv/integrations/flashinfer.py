@@ -44,6 +44,25 @@ def plan_arguments(
     return {"indptr": indptr, "indices": indices, "last_page_len": last_page_len, "page_size": layout.page_size}
 
 
+def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayout) -> dict[str, Any]:
+    """What `BatchMLAPagedAttentionWrapper.plan` takes of the cache.
+
+    Args:
+        metadata: of this step; tables: its `csr_tables`, (kv_indptr, kv_indices, kv_last_page_len).
+        layout: the one that both were made with.
+
+    Returns:
+        qo_indptr int32 [B + 1], kv_indptr, kv_indices, kv_len_arr int32 [B] and page_size.
+    """
+    return {
+        "qo_indptr": metadata.cu_seqlens_q,
+        "kv_indptr": tables[0],
+        "kv_indices": tables[1],
+        "kv_len_arr": metadata.cache_seqlens,
+        "page_size": layout.page_size,
+    }
+
+
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """Tokens of each row, int [B], from `kv_indptr` [B + 1] and `kv_last_page_len` [B]."""
     return torch.clamp(kv_indptr.diff() - 1, min=0) * page_size + kv_last_page_len

@@ -14,7 +14,7 @@ from compiled_kv.layout import KVLayout
 
 def _generate(
     grid: tuple[int, int, int], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
-    kv_indices: Tensor, kv_indptr: Tensor, positions: Tensor, pool_len: int, kv_indices_stride: int,
+    kv_indices: Tensor, kv_indptr: Tensor, positions: Tensor, row_stride: int, kv_indices_stride: int,
     kv_indptr_stride: int, bs_upper: int, iter_upper: int, num_tokens_upper: int, page_size: int,
     window_size: int = 0, sink_size: int = 0, NUM_STEPS: int = 0, ENTRY_PAGE_SIZE: int = 1,
     v2p: Tensor | None = None, TRANSLATE: bool = False,
@@ -27,23 +27,24 @@ def _generate(
         kv_indices: int32 or int64 [steps, S], entries past the last branch's keep their values.
         kv_indptr: int32 [steps, bs * topk + 1] or wider, from 0 on.
         positions: int [bs * topk], the lengths that kv_indptr adds up.
-        pool_len, kv_indices_stride, kv_indptr_stride: row strides, for the kernel's sake.
+        row_stride, kv_indices_stride, kv_indptr_stride: row strides, for the kernel's sake.
         bs_upper, iter_upper, num_tokens_upper: of the kernel's blocks; not used.
         page_size: branches of a request lie on pages of their own.
-
-    Raises:
-        ValueError: a window, sinks or a page map is asked for; these are not covered.
+        window_size, sink_size: where the first is not 0, a branch reads the first `sink_size` committed tokens and the
+            last ones, at most their sum together.
+        v2p: int [NP], virtual to physical pages, with TRANSLATE; a negative slot and an unbound page give slot 0.
     """
-    if window_size or sink_size or v2p is not None or TRANSLATE:
-        raise ValueError("window_size, sink_size, v2p and TRANSLATE must be left out: they are not covered")
-    check_stride("pool_len", pool_len, req_to_token, "req_to_token")
+    if TRANSLATE and v2p is None:
+        raise ValueError("v2p must be given where TRANSLATE is True, got None")
+    check_stride("row_stride", row_stride, req_to_token, "req_to_token")
     check_stride("kv_indices_stride", kv_indices_stride, kv_indices, "kv_indices")
     check_stride("kv_indptr_stride", kv_indptr_stride, kv_indptr, "kv_indptr")
     steps, bs, topk = NUM_STEPS or grid[0], grid[1], grid[2]
     draft_kv_indices(
         req_to_token, req_pool_indices[:bs], paged_kernel_lens[:bs], num_steps=steps, topk=topk,
         layout=KVLayout(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE), positions=positions[: bs * topk],
-        entry_page_size=ENTRY_PAGE_SIZE, out=(kv_indptr, kv_indices), tail="keep",
+        page_map=v2p if TRANSLATE else None, entry_page_size=ENTRY_PAGE_SIZE, window=window_size, sinks=sink_size,
+        out=(kv_indptr, kv_indices), tail="keep",
     )  # fmt: skip
 
 

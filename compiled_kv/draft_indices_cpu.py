@@ -1,0 +1,46 @@
+"""The CPU body of `draft_kv_indices`, in torch calls of static shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_kv import rows_cpu as cpu
+
+
+def cpu_body(given: Any, settings: Any, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Both outputs, cleared, and which indices a kept tail leaves to us."""
+    num_steps, topk, page_size, _, cap, window, sinks = settings
+    rows = given.req_pool_indices.long()
+    live = (rows >= 0) & (rows < given.pool.shape[0])
+    lengths = cpu.clamped_length(given.seq_lens, 0, cap).where(live, 0)[:, None].expand(-1, topk).reshape(-1)
+    most = window + sinks if window > 0 else cap
+    counts, drafts = lengths.clamp(max=most), cpu.iota(num_steps, rows)[:, None] + 1
+    shown = counts if given.positions is None else cpu.clamped_length(given.positions, 0, cap).clamp(max=most)
+    kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, cpu.INT32_MAX)), (1, 0))
+
+    entry = cpu.iota(capacity, rows).expand(num_steps, capacity)
+    branch = torch.searchsorted((counts + drafts).cumsum(1).contiguous(), entry.contiguous(), right=True)
+    written = branch < lengths.shape[0]
+    length, kept = cpu.gather(lengths, branch, written), cpu.gather(counts, branch, written)
+    column = entry - cpu.gather(counts.cumsum(0) - counts, branch, written) - branch * drafts
+    request = cpu.floor_div(branch, topk)
+    pages = cpu.floor_div(length % page_size + num_steps + page_size - 1, page_size)
+    position = column + torch.where(column < kept.clamp(max=sinks), 0, length - kept)
+    position = position + torch.where(column < kept, 0, (branch - request * topk) * pages * page_size)
+    slot = _slots_at(given, settings, cpu.gather(rows, request, written), position, written)
+    return kv_indptr.int(), torch.where(written, cpu.page_of(slot, 1), 0).int(), written
+
+
+def _slots_at(given: Any, settings: Any, pool_row: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+    entry_size, page_size = settings.entry_page_size, settings.page_size
+    slot = cpu.gather_rows(given.pool, pool_row, cpu.floor_div(position, entry_size), mask)
+    if entry_size > 1:
+        page = cpu.page_of(slot, 1)
+        slot = torch.where(page < 0, -1, page * entry_size + position % entry_size)
+    if given.page_map is not None:
+        page = cpu.page_of(cpu.gather(given.page_map, cpu.page_of(slot, page_size), mask), 1)
+        slot = torch.where(page < 0, 0, page * page_size + slot % page_size)
+    return slot
