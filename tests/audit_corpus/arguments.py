@@ -17,6 +17,9 @@ class Engine:
     def __init__(self) -> None:
         self.steps = 0
         self.last = torch.zeros(4, 8)
+        self.kept = {"y": torch.zeros(4, 8)}
+        self.parts: list[float] = []
+        self.factor = 1.0
 
 
 class Limits:
@@ -42,6 +45,8 @@ def example(name: str, batch: int = 4) -> Any:
         "cpu_scalar": lambda: host(torch.ones(())),
         "max_seqlen": lambda: 5,
         "scale": lambda: 0.25,
+        "axis": lambda: 1,
+        "count": lambda: 2,
         "scaled": Scaled,
         "router": Router,
         "engine": Engine,

@@ -450,6 +450,18 @@ def frozen_scale(x: Tensor, scale: float) -> Tensor:
     return x * scale  # HAZARD frozen-argument
 
 
+@hazard
+def frozen_axis(x: Tensor, axis: int) -> Tensor:
+    return x.sum(axis)  # HAZARD frozen-argument
+
+
+@hazard
+def frozen_loop(x: Tensor, count: int) -> Tensor:
+    for _ in range(count):  # HAZARD frozen-argument
+        x = x + 1
+    return x
+
+
 # aliased-mutation
 
 
@@ -473,6 +485,18 @@ def counter(x: Tensor, engine: Any) -> Tensor:
     return x[:, : engine.steps]
 
 
+@hazard
+def growing_list(x: Tensor, engine: Any) -> Tensor:
+    engine.parts.append(1.0)  # HAZARD recompile
+    return x * len(engine.parts)
+
+
+@hazard
+def changing_factor(x: Tensor, engine: Any) -> Tensor:
+    engine.factor *= 2  # HAZARD recompile
+    return x * engine.factor
+
+
 # output-fed-back
 
 
@@ -481,6 +505,20 @@ def kept_output(x: Tensor, engine: Any) -> Tensor:
     y = x + engine.last  # HAZARD output-fed-back
     engine.last = y
     return y
+
+
+@hazard
+def kept_in_a_dict(x: Tensor, engine: Any) -> Tensor:
+    y = x + engine.kept["y"]  # HAZARD output-fed-back
+    engine.kept["y"] = y
+    return y
+
+
+@hazard
+def kept_in_pieces(x: Tensor, engine: Any) -> Tensor:
+    first, second = (x + engine.last).chunk(2)  # HAZARD output-fed-back
+    engine.last = torch.cat([second, first])
+    return first
 
 
 _ = (F, warnings)
