@@ -352,7 +352,7 @@ def test_two_storages_over_one_memory_are_refused() -> None:
     other = torch.from_numpy(one.numpy())
     assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
     fields = {**fields_of("swa_page_table"), "page_table": one, "swa_page_table": other}
-    with pytest.raises(ValueError, match="swa_page_table must not overlap page_table|page_table must not overlap swa"):
+    with pytest.raises(ValueError, match=r"must not overlap (swa_)?page_table"):
         call_into("swa_page_table", fields, "eager")
     assert bool((one == POISON[torch.int32]).all())
 
