@@ -82,6 +82,15 @@ def test_scenarios_do_what_they_are_for() -> None:
     assert shared > 3 and taken_back > 3 and max(scheduler.generations) > 5
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_fills_the_batch_and_evicts(mode: str) -> None:
+    scenario = trace(serving(mode, max_context_len=2048, window=40), LENGTHS * 20, 400)
+    steps = list(play(scenario.serving, list(scenario.events)))
+    scheduler, _ = steps[-1]
+    assert scheduler.preemptions > 5 and scheduler.joined > 20
+    assert sum(len(planned.rows) for _, planned in steps) > 3 * len(steps)
+
+
 def test_story_has_its_occupancy() -> None:
     given = serving()
     assert [len(p.rows) for _, p in play(given, list(story(given).events))] == [8, 7, 7, 7, 5, 1, 8, 8]

@@ -21,9 +21,6 @@ from compiled_kv.replay.check import ReplayFault, check_replay, metadata_step
 from compiled_kv.replay.scenarios import Scenario, serving, story, trace, walk
 from compiled_kv.request_traces import read_trace, synthetic_trace
 
-# Shares of the pages that a full batch of longest requests would take: requests of a trace are mostly short.
-ROOMY, TIGHT = 0.6, 0.1
-
 
 def scenarios(steps: int, path: Path | None, modes: list[str], on: str) -> bool:
     """Play the story, the trace and a random walk; whether no fault was found."""
@@ -33,11 +30,8 @@ def scenarios(steps: int, path: Path | None, modes: list[str], on: str) -> bool:
     sound = True
     for mode in modes:
         for window in (None, 200):
-            roomy, tight = (
-                serving(mode, page_size=16, max_context_len=2048, max_batch_size=16, window=window, fullness=fullness)
-                for fullness in (ROOMY, TIGHT)
-            )
-            for scenario in (story(roomy), trace(tight, lengths, steps), walk(roomy, steps, seed=1)):
+            given = serving(mode, page_size=16, max_context_len=2048, max_batch_size=16, window=window)
+            for scenario in (story(given), trace(given, lengths, steps), walk(given, steps, seed=1)):
                 sound &= played(scenario, mode, window, on)
     say(what="scenarios", steps=steps, no_difference=sound)
     return sound

@@ -135,7 +135,8 @@ def walk(serving: Serving, steps: int, seed: int = 0) -> Scenario:
 def trace(serving: Serving, lengths: Iterable[tuple[int, int]], steps: int, name: str = "trace") -> Scenario:
     """Requests of (prompt, generated) tokens join in order as places come free and stay as long as they generate.
 
-    Lengths are scaled so that the longest fits the context bound. The trace begins anew when it is used up.
+    Lengths are scaled so that the longest fits the context bound, and the pools cut to less than a full batch of
+    average requests takes, so that some are evicted. The trace begins anew when it is used up.
     """
     requests = [(max(prompt, 1), max(generated, 1)) for prompt, generated in lengths]
     if not requests:
@@ -145,6 +146,11 @@ def trace(serving: Serving, lengths: Iterable[tuple[int, int]], steps: int, name
     scaled = [(max(int(prompt * scale), 1), max(int(generated * scale), 1)) for prompt, generated in requests]
     # Somewhat more than can be served: a short queue makes up for what comes in lumps.
     rate = 1.5 * serving.max_batch_size * len(scaled) / sum(left for _, left in scaled)
+    layout = serving.layout
+    average = sum(layout.num_pages(sum(request)) for request in scaled) / len(scaled)
+    least = max(layout.max_num_pages + 2, int(0.75 * serving.max_batch_size * average)) + 1
+    pages = min(serving.num_pages, least)
+    serving = replace(serving, num_pages=pages, num_swa_pages=min(serving.num_swa_pages, pages))
     events, sent, due = [], 0, float(serving.max_batch_size)
     for step in range(steps):
         while sent < due:
