@@ -174,7 +174,7 @@ def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | 
 
 def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
     """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
-    if all(type(tensor) is FakeTensor for tensor in outputs.values()):
+    if outputs and all(type(tensor) is FakeTensor for tensor in outputs.values()):
         _check_distinct_spans(outputs, {**{k: v for k, v in inputs.items() if v is not None}, **outputs})
 
 
