@@ -358,6 +358,17 @@ def test_sizes_are_spelt_in_one_way_whoever_wrote_them() -> None:
     ]  # fmt: skip
 
 
+def test_a_number_that_a_dynamic_trace_must_specialize_is_no_failure() -> None:
+    class Settings:
+        eps = 1e-5
+
+    def step(x: Tensor, settings: Settings) -> Tensor:
+        return nn.functional.layer_norm(x, (4,), eps=settings.eps)
+
+    graphs = capture(step, torch.zeros(3, 4), Settings(), target=GPU, dynamic=True)
+    assert graphs.is_whole and len(graphs.dynamo) == len(graphs.aot) == 1
+
+
 def test_counts_are_of_different_computations() -> None:
     def step(x: Tensor) -> Tensor:
         return ((x + 1)[:, None] * (x + 1)[:, None]) + x.view(-1, 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.events import Frozen, GraphBreak, innermost
@@ -93,6 +94,9 @@ class Recorder(logging.Handler):
         try:
             lower = aot_autograd(fw_compiler=self.lower, keep_inference_input_mutations=True)
             return lower(_without_literals(graph), inputs)
+        except RestartAnalysis:  # dynamo knows what to do: it traces again, with a number specialized
+            self.dynamo.pop()
+            raise
         except Exception as error:
             self.failure = self.failure or error
             return graph.forward
