@@ -122,25 +122,26 @@ MODES: dict[str, tuple[int, bool, int]] = {
 }  # fmt: skip
 
 
-def trace(step: PagedCausalLM, mode: str, target: str) -> Graphs:
+def trace(step: PagedCausalLM, mode: str, target: str = "cuda:sm_90", dynamic: bool = False) -> Graphs:
     q_max, ragged, delta = MODES[mode]
     arguments = inputs([[1] * q_max, [2]], [9, 3], q_max, ragged)
-    return capture(step, *arguments, target=target, seq_len_delta=delta)
+    return capture(step, *arguments, target=target, dynamic=dynamic, seq_len_delta=delta)
 
 
 def test_traced_for_cuda_each_step_is_one_graph_with_one_launch_and_no_host_read(served: Any) -> None:
     step = served[0]
-    graphs = {mode: trace(step, mode, "cuda:sm_90") for mode in MODES}
+    graphs = {mode: trace(step, mode) for mode in MODES} | {"decode, dynamic": trace(step, "decode", dynamic=True)}
     for mode, captured in graphs.items():
         assert captured.is_whole, mode
         assert captured.launches == {KERNEL: 1}, mode
         assert captured.host_reads == [], mode
-    assert_graph(graphs, GRAPHS / "dynamo" / f"step_{NAME_OF[type(step)]}.txt", detail="own")
-
-
-def test_traced_for_the_cpu_a_step_is_one_graph_without_host_read(served: Any) -> None:
-    graphs = trace(served[0], "decode", "cpu")
-    assert graphs.is_whole and graphs.launches == {} and graphs.host_reads == []
+    on_cpu = trace(step, "decode", "cpu")
+    assert on_cpu.is_whole and on_cpu.launches == {} and on_cpu.host_reads == []
+    shown = {mode: [captured] for mode, captured in graphs.items()}
+    shown["decode"].append(on_cpu)
+    golden = f"step_{NAME_OF[type(step)]}.txt"
+    assert_graph(shown, GRAPHS / "dynamo" / golden, detail="own")
+    assert_graph(graphs, GRAPHS / "aot" / golden, detail="own")
 
 
 def test_a_write_to_slot_minus_one_is_dropped() -> None:
