@@ -45,7 +45,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @devices
 @operators
 def test_any_call(operator: str, device: str) -> None:
-    for seed in range(KERNEL if INTERPRETED else EAGER):
+    for seed in range(EAGER if device == "cpu" and not INTERPRETED else KERNEL):  # a kernel compiles for most calls
         check_call(operator, seed, device)
 
 
