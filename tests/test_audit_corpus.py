@@ -71,6 +71,17 @@ def test_clean_step_has_no_finding(name: str, way: tuple[bool, bool]) -> None:
     assert report.findings == () and report.ok, str(report)
 
 
+@pytest.mark.parametrize(
+    "name", ["frozen_length", "frozen_scale", "frozen_axis", "aliased_arguments", "cpu_lengths", "behind_column"]
+)
+def test_hazard_is_found_with_sizes_free(name: str) -> None:
+    step = hazards.HAZARDS[name]
+    report = audit(step, *arguments(step), dynamic=True)
+    assert planted(step) <= found(report) and not report.ok, str(report)
+    extra = {each.rule for each in report.findings} - {rule for rule, _, _ in planted(step)}
+    assert extra <= {"graph-break"}, str(report)
+
+
 def test_bytes_cloned_are_given_by_argument() -> None:
     step = hazards.HAZARDS["added_in_place"]
     report = audit(step, *arguments(step))

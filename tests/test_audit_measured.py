@@ -18,10 +18,11 @@ pytest.importorskip("triton", reason="the corpus launches kernels")
 
 from compiled_kv.auditor import apart, audit, command
 from compiled_kv.auditor.comparison import UNDECIDED, with_measured
+from compiled_kv.auditor.device import Cuda
 from compiled_kv.auditor.entry import load
 from compiled_kv.auditor.findings import Report
 from compiled_kv.auditor.measured import Measured, Wait
-from compiled_kv.auditor.measuring import Cuda, counted, measure, skips_logged
+from compiled_kv.auditor.measuring import counted, measure, skips_logged
 from compiled_kv.auditor.page import page
 from compiled_kv.tracing.reals import Reals
 from tests import audit_entry, audit_on_gpu

@@ -52,17 +52,18 @@ def audit(
         batches: further arguments to call the step with after `args`, of other batch sizes, to see what recompiles.
         fullgraph, capture_scalars: how you compile the step; findings of that way are added to those of the way that
             sees most (breaks allowed, scalars captured). Where an error of torch's ends that one early, findings of
-            a trace that captures no scalars are added, which goes on behind each value that is read.
+            a trace that captures no scalars are added, which goes on behind each value that is read; where that ends
+            early too, those of traces for the CPU and for the sizes given.
 
     Raises:
         StepError: the step raised.
         TypeError, ValueError: as `capture`.
     """
 
-    def traced(whole: bool, scalars: bool, where: str = target) -> Graphs:
+    def traced(whole: bool, scalars: bool, where: str = target, sizes: bool | None = dynamic) -> Graphs:
         settings = {"capture_scalar_outputs": scalars, "capture_dynamic_output_shape_ops": scalars}
         return trace(
-            fn, args, kwargs, target=where, dynamic=dynamic, fullgraph=whole, settings=settings, more=batches,
+            fn, args, kwargs, target=where, dynamic=sizes, fullgraph=whole, settings=settings, more=batches,
             repeat=1 if whole else CALLS,
         )  # fmt: skip
 
@@ -73,8 +74,9 @@ def audit(
     check_ran([graphs for (whole, _), graphs in traces.items() if not whole])
     findings: list[Finding] = [finding for graphs in traces.values() for rule in RULES for finding in rule(graphs)]
     if GOES_FURTHER in traces and traces[GOES_FURTHER].stopped is not None:
-        on_cpu = traced(*GOES_FURTHER, "cpu")
-        findings += [finding for rule in ANYWHERE for finding in rule(on_cpu)]
+        findings += [finding for rule in ANYWHERE for finding in rule(traced(*GOES_FURTHER, "cpu"))]
+        if dynamic is not False:
+            findings += [finding for rule in RULES for finding in rule(traced(*SEES_MOST, sizes=False))]
     return _report(traces[SEES_MOST], findings)
 
 

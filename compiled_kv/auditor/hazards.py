@@ -116,10 +116,22 @@ def cpu_tensor(graphs: Graphs) -> Iterator[Finding]:
         if node.op != "call_function" or not _is_on(node, "cuda") or _moves(node):
             continue
         for source in node.all_input_nodes:
-            if _is_on(source, "cpu") and not _is_inlined(source):
+            if _is_on(source, "cpu") and not (_is_inlined(source) or _is_a_number(source)):
                 text = tensor_text(counts.value_of(source))
                 message = f"{text} on the CPU meets tensors of the device; CUDA graphs are skipped for it"
-                yield Finding("cpu-tensor", "warning", *places.of_node(node), message, remedy)
+                yield Finding("cpu-tensor", "warning", *_place_of(node, source), message, remedy)
+
+    for read in counts.cpu_reads(graphs.aot):
+        if not any(map(_is_a_number, read.node.all_input_nodes)):
+            message = f"{read.operator}: {read.what} of a CPU tensor is read here; a captured graph keeps what it read"
+            yield Finding("cpu-tensor", "warning", *places.of_node(read.node), message, remedy)
+
+
+def _place_of(node: fx.Node, source: fx.Node) -> places.Place:
+    """The line of `node`; where the compiler made it, the line that first uses the input behind `source`."""
+    while places.of_node(node) == ("", 0) and source.all_input_nodes:
+        source = source.all_input_nodes[-1]
+    return places.of_node(node) if places.of_node(node)[0] else places.of_use(source)
 
 
 def _is_inlined(node: fx.Node) -> bool:
@@ -127,6 +139,15 @@ def _is_inlined(node: fx.Node) -> bool:
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.op == "get_attr" and counts.tensor_bytes(counts.value_of(node)) == counts.value_of(node).element_size()
+
+
+def _is_a_number(node: fx.Node) -> bool:
+    """Whether a CPU tensor is made of nothing but Python numbers among the arguments: see frozen_argument."""
+    if node.op == "placeholder":
+        return bool(node.meta.get("compiled_kv_number"))
+    return bool(node.all_input_nodes) and all(
+        _is_on(each, "cpu") and _is_a_number(each) for each in node.all_input_nodes
+    )
 
 
 def unsafe_under_capture(graphs: Graphs) -> Iterator[Finding]:

@@ -91,6 +91,8 @@ def frozen_argument(graphs: Graphs) -> Iterator[Finding]:
         message = (
             f"argument {each.name} is frozen at {each.value}: another value compiles again, and a replay ignores it"
         )
+        if each.is_input:
+            message = f"argument {each.name} is a Python number: a captured graph keeps the value it was captured with"
         yield Finding("frozen-argument", "warning", each.file, each.line, message, remedy)
 
 

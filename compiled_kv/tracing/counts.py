@@ -118,7 +118,29 @@ def launches(graphs: Sequence[fx.GraphModule]) -> list[Launch]:
 
 
 def host_reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
+    """Every node of a step that makes the host wait; in a step for an accelerator, what the CPU holds costs none."""
+    free = {read.node for read in cpu_reads(graphs)}
+    return [read for read in _reads(graphs) if read.node not in free]
+
+
+def cpu_reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
+    """Values and sizes that a step for an accelerator takes from CPU tensors."""
+    on_device = any(_device(node) not in ("", "cpu", "meta") for node in nodes(graphs))
+    return [read for read in _reads(graphs) if on_device and _reads_the_cpu(read.node)]
+
+
+def _reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
     return [read for node in nodes(graphs) if (read := host_read_of(node))]
+
+
+def _device(node: Any) -> str:
+    value = value_of(node)
+    return value.device.type if isinstance(value, Tensor) else ""
+
+
+def _reads_the_cpu(node: fx.Node) -> bool:
+    kinds = {_device(source) for source in node.all_input_nodes} - {""}
+    return kinds == {"cpu"}
 
 
 def host_read_of(node: fx.Node) -> HostRead | None:
@@ -180,6 +202,15 @@ def operator_name(node: fx.Node) -> str:
     if isinstance(target, str):
         return target
     return getattr(target, "__name__", str(target))
+
+
+def is_wrapped_number(node: fx.Node) -> bool:
+    """Whether an input is a Python float that dynamo hands over as a tensor, to leave its value open."""
+    value = value_of(node)
+    return (
+        node.op == "placeholder" and isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+        and "tensor_dict" not in node.meta and str(node.target).startswith("L_")
+    )  # fmt: skip
 
 
 def value_of(node: Any) -> Any:

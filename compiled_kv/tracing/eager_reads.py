@@ -23,17 +23,20 @@ class EagerRead:
     line: int
 
 
-def recording_mode(reads: list[EagerRead]) -> FakeTensorMode:
+def recording_mode(reads: list[EagerRead], device: torch.device | None = None) -> FakeTensorMode:
     """Fake tensors whose values, where code between graphs asks for one, read as 1, so that the trace goes on.
 
-    Each such read is appended to `reads`. Not a subclass: higher-order operators look rules up by the mode's type.
+    Each such read is appended to `reads`, but for reads of CPU tensors where `device` is another. Not a subclass:
+    higher-order operators look rules up by the mode's type.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    away = device is not None and device.type != "cpu"
     dispatch = mode.dispatch
 
     def recording(func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func in counts.READS or _leaves_device(func, args, kwargs)) and (place := _user_frame()):
+        waits = func in counts.READS and not (away and args[0].device.type == "cpu")
+        if (waits or _leaves_device(func, args, kwargs)) and (place := _user_frame()):
             reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
         if func is counts.aten._local_scalar_dense.default:
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1

@@ -35,12 +35,13 @@ class Recompile:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A Python number that a graph was specialized on."""
+    """A Python number among the arguments: the graph was specialized on it, or, `is_input`, takes it as an input."""
 
     name: str
     value: Any
     file: str
     line: int
+    is_input: bool = False
 
 
 def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
@@ -65,7 +66,8 @@ def _recompile(code: Any, reason: str) -> Recompile:
     if place:
         return Recompile(guard, place[-1][1], int(place[-1][2]))
     short = _SHORT_PLACE.search(reason)
-    return Recompile(guard, code.co_filename, int(short[2]) if short else code.co_firstlineno)
+    known = short is not None and code.co_filename.endswith(short[1])  # it may be a file of torch's
+    return Recompile(guard, code.co_filename, int(short[2]) if short and known else code.co_firstlineno)
 
 
 def _graph_break(reason: Any) -> GraphBreak:

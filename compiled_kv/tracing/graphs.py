@@ -121,7 +121,7 @@ def trace(
         raise RuntimeError("capture cannot trace interpreted kernels: use a process where TRITON_INTERPRET is not set")
     where = None if target is None else Target.parse(target)
     recorder, reads = Recorder(fn), list[EagerRead]()
-    mode = recording_mode(reads)
+    mode = recording_mode(reads, where.device if where else None)
     fakes = Fakes(mode, where.device if where else None)
     args, kwargs = fakes.arguments(tuple(args)), fakes.arguments(dict(kwargs))
     step = fakes.callable(fn)

@@ -19,6 +19,7 @@ from compiled_kv.tracing.events import Frozen, GraphBreak, innermost
 
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")
+_NUMBERS = (torch.SymInt, torch.SymFloat)
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NUMBER = re.compile(r"L\['(\w+)'\] == (-?[\d.]+(?:e-?\d+)?)")
 _ARGUMENT = re.compile(r"^L_args_(\d+)_")
@@ -82,9 +83,9 @@ class Recorder(logging.Handler):
         for guard in guards:
             for code in guard.code_list or ():
                 match = _NUMBER.fullmatch(code)
-                if match and guard.user_stack and match[1] in self.parameters:
-                    place = guard.user_stack[-1]
-                    self.frozen.append(Frozen(match[1], match[2], place.filename, place.lineno or 0))
+                if match and match[1] in self.parameters:
+                    frames = [(frame.filename, frame.lineno or 0) for frame in guard.user_stack or ()]
+                    self.frozen.append(Frozen(match[1], match[2], *innermost(frames)))
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile calls with each graph that dynamo made."""
@@ -140,11 +141,23 @@ class Recorder(logging.Handler):
         after = graph.graph.find_nodes(op="placeholder")
         for node in before:
             node.meta["compiled_kv_name"] = _ARGUMENT.sub(self._parameter, str(node.target))
+            self._note_number(node)
         if len(before) == len(after):
             for old, new in zip(before, after, strict=True):
                 new.meta["compiled_kv_name"] = old.meta["compiled_kv_name"]
+                new.meta["compiled_kv_number"] = old.meta["compiled_kv_number"]
                 new.meta["compiled_kv_static"] = "_dynamo_static_input_type" in old.meta.get("tensor_dict", {})
                 new.meta.setdefault("compiled_kv_users", list(old.users))
+
+    def _note_number(self, node: fx.Node) -> None:
+        """A Python number among the arguments that the graph takes as an input, whose value a trace leaves open."""
+        name = str(node.meta["compiled_kv_name"]).removeprefix("L_").removesuffix("_")
+        is_number = counts.is_wrapped_number(node) or isinstance(counts.value_of(node), _NUMBERS)
+        node.meta["compiled_kv_number"] = is_number and name in self.parameters
+        if node.meta["compiled_kv_number"]:
+            frames = [_FRAME.findall(user.meta.get("stack_trace") or "") for user in node.users]
+            places = [innermost([(file, int(line)) for file, line in each]) for each in frames if each]
+            self.frozen.append(Frozen(name, "", *(places[0] if places else ("", 0)), is_input=True))
 
     def _parameter(self, match: re.Match[str]) -> str:
         index = int(match[1])

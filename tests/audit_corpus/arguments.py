@@ -43,6 +43,7 @@ def example(name: str, batch: int = 4) -> Any:
         "pool": lambda: pool,
         "pool_view": lambda: pool[:8],
         "cpu_scalar": lambda: host(torch.ones(())),
+        "cpu_lens": lambda: host(torch.ones(batch, dtype=torch.int64)),
         "max_seqlen": lambda: 5,
         "scale": lambda: 0.25,
         "axis": lambda: 1,

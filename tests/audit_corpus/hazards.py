@@ -323,6 +323,11 @@ def cpu_index(x: Tensor) -> Tensor:
     return x[order]  # HAZARD cpu-tensor
 
 
+@hazard
+def cpu_lengths(x: Tensor, cpu_lens: Tensor) -> Tensor:
+    return x[:, : cpu_lens.max().item()]  # HAZARD cpu-tensor
+
+
 # graph-break
 
 
