@@ -58,7 +58,7 @@ def check_is_clean(graphs: Graphs, in_place: bool) -> None:
 
 
 def test_every_golden_is_of_an_operator_or_of_a_models_step() -> None:
-    shown = [*CASES, *(f"step_{model}" for model in NAMES)]
+    shown = [*CASES, *(f"step_{model}{sizes}" for model in NAMES for sizes in ("", "_dynamic"))]
     wanted = {f"{tier}/{name}" for tier in ("dynamo", "aot") for name in shown} | {f"aot/{name}_cpu" for name in CASES}
     assert {str(path.relative_to(GRAPHS).with_suffix("")) for path in GRAPHS.glob("*/*.txt")} == wanted
 
