@@ -16,7 +16,7 @@ these.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -231,44 +231,34 @@ class DecodeBuffers(nn.Module):
             ring = self._bind()
         if self._stream is not None and torch._C._cuda_getCurrentRawStream(self._device_index) != self._stream:
             self._refuse_stream()
-        if isinstance(batch.rows, Tensor):
-            return self._load_tensors(batch)
-        size = len(batch.rows)
-        fields: Sequence[Any] | None = self._sound_fields(batch, size)
-        if fields is None:
-            check_batch(self, batch)
-            fields = [values for values in batch if values is not None]
-        try:
-            ring.fill(size, fields)
-        except struct.error:
-            check_batch(self, batch)
-            check_ints(batch)
-            raise
-        ring.send(self._heads[batch.token_ids is not None])
-        return size
-
-    def _sound_fields(self, batch: DecodeBatch, size: int) -> Sequence[Any] | None:
-        """What the ring takes, where a glance finds nothing wrong; None for what must be looked at entry by entry.
-
-        Negative rows and lengths are left to the ring, which refuses them.
-        """
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
-        kind = type(rows)
+        if isinstance(rows, Tensor):
+            return self._load_tensors(batch)
+        size, kind = len(rows), type(rows)
         try:
+            # A glance at a plain batch, and no call but what packs it: this is most of what a step costs the host.
+            # Negative rows and lengths are left to the packing, which refuses them.
             if (
                 self._plain
                 and q_lens is slots is None
                 and type(seq_lens) is type(generations) is kind
                 and len(seq_lens) == len(generations) == size <= self.max_batch_size
+                and (token_ids is None or (type(token_ids) is kind and len(token_ids) <= size * self.q_len))
                 and (size == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
             ):
-                if token_ids is None:
-                    return rows, seq_lens, generations
-                if type(token_ids) is kind and len(token_ids) <= size * self.q_len:
-                    return rows, seq_lens, generations, token_ids
-        except TypeError:
-            pass
-        return None
+                tokens = () if token_ids is None else token_ids
+                packer, line = ring.next((size, size, size) if token_ids is None else (size, size, size, len(tokens)))
+                packer.pack_into(line, 0, size, *rows, *seq_lens, *generations, *tokens)
+                ring.turn = ring.filling
+            else:
+                check_batch(self, batch)
+                ring.fill(size, [values for values in batch if values is not None])
+        except (struct.error, TypeError):
+            check_batch(self, batch)
+            check_ints(batch)
+            raise
+        ring.send(self._heads[token_ids is not None])
+        return size
 
     def _load_tensors(self, batch: DecodeBatch) -> int:
         given = {name: values for name, values in batch._asdict().items() if values is not None}

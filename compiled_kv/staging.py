@@ -37,6 +37,7 @@ class Ring:
     def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0) -> None:
         # Weak: whoever looks into a module for its tensors is to find this one where it is registered.
         self.target, self.on_cuda, self.turn = weakref.ref(target), target.device.type == "cuda", -1
+        self.filling = -1
         self.sizes, self.unsigned = sizes, unsigned
         count = 2 * HALF if self.on_cuda else 1
         self.lines = [torch.zeros(len(target), dtype=torch.int64, pin_memory=self.on_cuda) for _ in range(count)]
@@ -51,13 +52,17 @@ class Ring:
         Raises:
             struct.error: a value is no 64-bit int, or negative where it may not be; the line stays the next one.
         """
-        turn = (self.turn + 1) % len(self.lines)
+        packer, line = self.next(tuple(map(len, fields)))
+        packer.pack_into(line, 0, count, *chain.from_iterable(fields))
+        self.turn = self.filling
+
+    def next(self, lengths: tuple[int, ...]) -> tuple[struct.Struct, Any]:
+        """What packs a count and fields of these lengths, and the next line, which no copy reads any more; once it is
+        packed, `turn` becomes `filling`."""
+        self.filling = turn = (self.turn + 1) % len(self.lines)
         if self.on_cuda and turn % HALF == 0:
             self.sent[turn // HALF].synchronize()
-        lengths = tuple(map(len, fields))
-        packer = self.packers.get(lengths) or self._packer(lengths)
-        packer.pack_into(self.memory[turn], 0, count, *chain.from_iterable(fields))
-        self.turn = turn
+        return self.packers.get(lengths) or self._packer(lengths), self.memory[turn]
 
     def _packer(self, lengths: tuple[int, ...]) -> struct.Struct:
         kinds = "Q" * self.unsigned + "q" * len(self.sizes)
