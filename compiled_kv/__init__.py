@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import seqlens
 from compiled_kv.metadata import decode_metadata
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.page_tables import flashmla_kv_indices, page_table
 from compiled_kv.schedules import flashmla_schedule
 from compiled_kv.slots import slot_mapping

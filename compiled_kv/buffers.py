@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors
 from compiled_kv.checks import INTS, Sizes, check_int, check_width
 from compiled_kv.layout import KVLayout
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.staging import Ring
 from compiled_kv.updates import clear_held, new_held, update_metadata
 from compiled_kv.windows import check_map

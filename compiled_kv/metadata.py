@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_kv import metadata_op  # noqa: F401  registers the operators
 from compiled_kv.checks import (
     INT32,
     INT64,
@@ -35,7 +36,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.windows import check_map
 
 MOST_TOKENS = 2**63 - 1
@@ -55,9 +56,8 @@ INPUTS = (
 def decode_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, layout: KVLayout,
     seq_len_delta: int = 0, q_len: int | Tensor = 1, slots: Tensor | None = None, num_tokens: int | None = None,
-    full_to_swa: Tensor | None = None, page_map: Tensor | None = None, num_reqs: Tensor | None = None, pad_seqlen: int
-    = 0,
-    status: Tensor | None = None, out: DecodeMetadata | None = None, tail: str = "clear",
+    full_to_swa: Tensor | None = None, page_map: Tensor | None = None, num_reqs: Tensor | None = None,
+    pad_seqlen: int = 0, status: Tensor | None = None, out: DecodeMetadata | None = None, tail: str = "clear",
 ) -> DecodeMetadata:  # fmt: skip
     """Lengths, prefix sums, page tables and slots of one step; one launch on CUDA, one node in a graph.
 
@@ -70,8 +70,7 @@ def decode_metadata(
         q_len: queries a row: an int, or an int tensor [B] for ragged batches.
         slots: int [n], the slots the allocator gave this step's tokens. None: they are looked up in req_to_token.
         num_tokens: static bound T of the tokens, for `slots` (at least n) and for a tensor `q_len`; what is beyond
-        the live tokens
-            holds -1. A tensor `q_len` with neither `slots` nor `num_tokens` gives no slot mapping.
+            the live tokens holds -1. A tensor `q_len` with neither `slots` nor `num_tokens` gives no slot mapping.
         full_to_swa, page_map: int [N] or [NP], a map into the sliding-window pool, of slots or of pages; at most one.
         num_reqs: int tensor, 0-d or [1], on the device: rows at and beyond it are padding. None: every row is live.
         pad_seqlen: `cache_seqlens` of a padding row.
@@ -87,30 +86,12 @@ def decode_metadata(
         names it.
     """
     sizes = Sizes()
-    check_pool(sizes, req_to_token, req_pool_indices, layout)
-    sizes.check("seq_lens", seq_lens, INTS, "B")
-    q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
-    check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
-    if full_to_swa is not None or page_map is not None:
-        check_map(sizes, full_to_swa, page_map)
-    if num_reqs is not None:
-        sizes.check_scalar("num_reqs", num_reqs)
-    if status is not None:
-        sizes.check_scalar("status", status, INT32)
-    tokens = _token_capacity(sizes, q_lens, fixed_q_len, slots, num_tokens)
+    q_lens, fixed_q_len, tokens = check_step(
+        sizes, req_to_token, req_pool_indices, seq_lens, layout, seq_len_delta, q_len, slots, num_tokens, full_to_swa,
+        page_map, num_reqs, pad_seqlen, status,
+    )  # fmt: skip
     check_tail(tail, out)
-    inputs = (
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        q_lens,
-        slots,
-        full_to_swa,
-        page_map,
-        num_reqs,
-        status,
-    )
+    inputs = (req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, num_reqs, status)
     settings = (layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, pad_seqlen, layout.window)
     has_swa, has_slots = full_to_swa is not None or page_map is not None, tokens is not None
     outputs = {} if status is None else {"status": status}
@@ -124,6 +105,26 @@ def decode_metadata(
     check_distinct(outputs, dict(zip(INPUTS, inputs)))
     torch.ops.compiled_kv.decode_metadata_out(*inputs, *out, *settings, tail == "clear")
     return out
+
+
+def check_step(
+    sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, layout: KVLayout,
+    seq_len_delta: int, q_len: int | Tensor, slots: Tensor | None, num_tokens: int | None, full_to_swa: Tensor | None,
+    page_map: Tensor | None, num_reqs: Tensor | None, pad_seqlen: int, status: Tensor | None,
+) -> tuple[Tensor | None, int, int | None]:  # fmt: skip
+    """The checks of a step's inputs; returns `q_len` as the operators take it, and the tokens of the slot mapping."""
+    check_pool(sizes, req_to_token, req_pool_indices, layout)
+    sizes.check("seq_lens", seq_lens, INTS, "B")
+    q_lens, fixed_q_len = check_queries(sizes, q_len)
+    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
+    if full_to_swa is not None or page_map is not None:
+        check_map(sizes, full_to_swa, page_map)
+    if num_reqs is not None:
+        sizes.check_scalar("num_reqs", num_reqs)
+    if status is not None:
+        sizes.check_scalar("status", status, INT32)
+    return q_lens, fixed_q_len, _token_capacity(sizes, q_lens, fixed_q_len, slots, num_tokens)
 
 
 def _token_capacity(

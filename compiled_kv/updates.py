@@ -28,28 +28,21 @@ from compiled_kv.checks import (
     Sizes,
     check_distinct,
     check_distinct_fake,
-    check_int,
-    check_pool,
     check_width,
 )
 from compiled_kv.launch import (
     PROGRAMS,
     RENEWED,
-    SCAN,
-    TOKENS,
     chunks,
     launch,
     programs_a_row,
     runs_kernel,
 )
 from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED, check_queries
-from compiled_kv.metadata import _token_capacity
-from compiled_kv.metadata_op import DecodeMetadata, Inputs, Settings, _size, _stride
-from compiled_kv.status import DEBUG
+from compiled_kv.metadata import check_step
+from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
 from compiled_kv.update_kernel import update_metadata_kernel
 from compiled_kv.updates_cpu import cpu_body
-from compiled_kv.windows import check_map
 
 # Pool row or -1, generation, columns of committed tokens, live columns, first column of the window.
 RECORD = 5
@@ -70,24 +63,11 @@ def clear_held(held: Tensor) -> Tensor:
 def _launch(
     out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
 ) -> None:
-    pool, swa_map, batch_size = given.req_to_token, given.swa_map, given.seq_lens.shape[0]
+    batch_size = given.seq_lens.shape[0]
     launch(
         update_metadata_kernel, (chunks(batch_size) + batch_size, held.shape[1]),
-        req_to_token_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
-        generations_ptr=generations, q_lens_ptr=given.q_lens, slots_ptr=given.slots, map_ptr=swa_map,
-        num_reqs_ptr=given.num_reqs, status_ptr=given.status, held_ptr=held,
-        cache_seqlens_ptr=out.cache_seqlens, cu_q_ptr=out.cu_seqlens_q, cu_k_ptr=out.cu_seqlens_k,
-        page_table_ptr=out.page_table, swa_page_table_ptr=out.swa_page_table,
-        slot_mapping_ptr=out.slot_mapping, swa_slot_mapping_ptr=out.swa_slot_mapping,
-        pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
-        index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
-        generation_stride=generations.stride(0), q_stride=_stride(given.q_lens), slots_stride=_stride(given.slots),
-        num_slots=_size(given.slots), map_stride=_stride(swa_map), map_size=_size(swa_map),
-        page_row_stride=out.page_table.stride(0), swa_row_stride=_stride(out.swa_page_table), batch_size=batch_size,
-        width=out.page_table.shape[1], num_tokens=num_tokens, delta=settings.delta, q_len=settings.q_len,
-        cap=settings.cap, pad_seqlen=settings.pad_seqlen, window=settings.window or 0, PAGE_SIZE=settings.page_size,
-        PAGE_MAP=given.page_map is not None, WINDOWED=settings.window is not None, DEBUG=DEBUG,
-        PDL=False, BLOCK=RENEWED, TOKENS=TOKENS, SCAN=SCAN,
+        **kernel_arguments(out, given, settings, num_tokens), held_ptr=held, generations_ptr=generations,
+        generation_stride=generations.stride(0), BLOCK=RENEWED,
     )  # fmt: skip
 
 
@@ -124,8 +104,7 @@ def update_metadata(
 
     Args:
         req_to_token, req_pool_indices, seq_lens, layout, seq_len_delta, q_len, slots, num_tokens, full_to_swa,
-        page_map,
-            num_reqs, pad_seqlen: as in `decode_metadata`.
+            page_map, num_reqs, pad_seqlen: as in `decode_metadata`.
         generations: int [B], changes whenever the pages of a pool row's committed tokens do.
         held: int64 [M, parts, 5], M >= B, made by `new_held` and kept with `out`; updated in place.
         out: DecodeMetadata with room for M rows; its first B (and T tokens) are written. Tables start zeroed, and only
@@ -139,19 +118,11 @@ def update_metadata(
         TypeError, ValueError: as `decode_metadata`; the text names the argument.
     """
     sizes = Sizes()
-    check_pool(sizes, req_to_token, req_pool_indices, layout)
-    sizes.check("seq_lens", seq_lens, INTS, "B")
+    q_lens, fixed_q_len, tokens = check_step(
+        sizes, req_to_token, req_pool_indices, seq_lens, layout, seq_len_delta, q_len, slots, num_tokens, full_to_swa,
+        page_map, num_reqs, pad_seqlen, status,
+    )  # fmt: skip
     sizes.check("generations", generations, INTS, "B")
-    q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
-    check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
-    if full_to_swa is not None or page_map is not None:
-        check_map(sizes, full_to_swa, page_map)
-    if num_reqs is not None:
-        sizes.check_scalar("num_reqs", num_reqs)
-    if status is not None:
-        sizes.check_scalar("status", status, INT32)
-    tokens = _token_capacity(sizes, q_lens, fixed_q_len, slots, num_tokens)
     batch_size = sizes.named["B"]
     _check_room(sizes, held, out, layout, full_to_swa is not None or page_map is not None, tokens)
     inputs = (req_to_token, req_pool_indices, seq_lens, generations, q_lens, slots, full_to_swa, page_map, num_reqs)

@@ -6,50 +6,38 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.metadata_op import DecodeMetadata, Inputs, Settings, _cpu_slots
+from compiled_kv.metadata_cpu import Rows, rows_of_batch, slots_of_batch
+from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings
 from compiled_kv.status import Status
 
 
 def cpu_body(
     out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
 ) -> None:
-    page_size, cap, delta, q_len, pad_seqlen, _ = settings
-    batch_size, rows = given.seq_lens.shape[0], given.req_pool_indices.long()
-    counted = cpu.iota(batch_size, rows) < cpu.active_rows(given.num_reqs, batch_size)
-    live = counted & (rows >= 0) & (rows < given.req_to_token.shape[0])
-    lengths = cpu.clamped_length(given.seq_lens, delta, cap).where(live, pad_seqlen)
-    queries = cpu.queries_of_rows(given.q_lens, q_len, counted)
-    ends_q, ends_k = queries.cumsum(0), lengths.where(live, 0).cumsum(0)
-    bits = [
-        cpu.batch_bits(given.seq_lens, given.q_lens, delta, cap, live),
-        cpu.flag(counted & ~live, Status.BAD_ROW),
-        cpu.sum_bits(ends_q, ends_k),
-        _cpu_tables(out, held[:batch_size], generations, given, settings, rows, live, lengths, queries),
-    ]
+    batch_size = given.seq_lens.shape[0]
+    batch, bits = rows_of_batch(given, settings)
+    bits.append(_cpu_tables(out, held[:batch_size], generations, given, settings, batch))
     if out.slot_mapping is not None:
-        slots, slot_bits = _cpu_slots(given, settings, num_tokens, rows, live, lengths, queries, ends_q)
-        room = num_tokens if given.slots is None else given.slots.shape[0]
-        bits += [slot_bits, cpu.flag(queries.sum() > room, Status.TOO_MANY_TOKENS)]
+        slots, swa_slots, slot_bits = slots_of_batch(given, settings, batch, num_tokens)
+        bits += slot_bits
         out.slot_mapping[:num_tokens] = slots
         if out.swa_slot_mapping is not None:
-            swa_slots = cpu.swa_slot_of(slots, given.full_to_swa, given.page_map, page_size)
-            bits.append(cpu.flag((slots >= 0) & (swa_slots < 0), Status.UNMAPPED))
+            assert swa_slots is not None
             out.swa_slot_mapping[:num_tokens] = swa_slots
-    out.cache_seqlens[:batch_size] = lengths.int()
-    out.cu_seqlens_q[: batch_size + 1] = cpu.prefix_sums(ends_q)
-    out.cu_seqlens_k[: batch_size + 1] = cpu.prefix_sums(ends_k)
+    out.cache_seqlens[:batch_size] = batch.lengths.int()
+    out.cu_seqlens_q[: batch_size + 1] = cpu.prefix_sums(batch.ends_q)
+    out.cu_seqlens_k[: batch_size + 1] = cpu.prefix_sums(batch.ends_k)
     cpu.report(given.status, *bits)
 
 
 def _cpu_tables(
-    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, rows: Tensor,
-    live: Tensor, lengths: Tensor, queries: Tensor,
+    out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, batch: Rows
 ) -> Tensor:  # fmt: skip
     """Write what changed of both tables and of the record; returns status bits of each column written."""
-    page_size = settings.page_size
+    page_size, rows = settings.page_size, batch.rows
     batch_size, width = rows.shape[0], out.page_table.shape[1]
     columns = cpu.iota(width, rows)
-    record, now = held[:, 0], _cpu_record(generations, given, settings, rows, live, lengths, queries, width)
+    record, now = held[:, 0], _cpu_record(generations, given, settings, batch, width)
     settled, live_columns, first = now.unbind(1)[2:]
     old_settled, old_live, old_first = record[:, 2:].clamp(0, width).unbind(1)
     kept = (now[:, :2] == record[:, :2]).all(1) & (settled >= old_settled)
@@ -76,10 +64,10 @@ def _cpu_tables(
 
 
 def _cpu_record(
-    generations: Tensor, given: Inputs, settings: Settings, rows: Tensor, live: Tensor, lengths: Tensor,
-    queries: Tensor, width: int,
+    generations: Tensor, given: Inputs, settings: Settings, batch: Rows, width: int
 ) -> Tensor:  # fmt: skip
     """What each row is to hold, int64 [B, 5]."""
+    rows, live, lengths, queries, _, _ = batch
     page_size, cap, _, _, _, window = settings
 
     def columns(tokens: Tensor) -> Tensor:

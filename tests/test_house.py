@@ -87,7 +87,7 @@ def test_replay_knows_the_buffers_and_no_other_operator(part: str) -> None:
         *REPLAY,
         "batches",
         "buffers",
-        "metadata_op",
+        "metadata_parts",
         "request_traces",
         "staging",
         "updates",

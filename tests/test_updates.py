@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compiled_kv.layout import KVLayout
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.tracing.graphs import capture
 from compiled_kv.updates import clear_held, new_held, update_metadata
 from tests.cases import CASES, DEVICES, LAYOUT, batch, needs_cuda, pool_of_pages

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.metadata_op import DecodeMetadata, Inputs, Settings, _cpu_body
+from compiled_kv import metadata_cpu
+from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings
 
 
 def sums(seq_lens: Tensor, cache_seqlens: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -52,4 +53,4 @@ def cpu_body(
     """Our CPU body, for Inductor to compile on any device; tails come cleared and in fresh tensors."""
     given = Inputs(req_to_token, rows, seq_lens, None, None, full_to_swa, None, None, None)
     settings = Settings(page_size, cap, 0, 1, 0, window)
-    return tuple(_cpu_body(given, settings, width, rows.shape[0])[0])
+    return tuple(metadata_cpu.cpu_body(given, settings, width, rows.shape[0])[0])

@@ -21,7 +21,7 @@ from torch import Tensor
 from compiled_kv.bench.inputs import Inputs
 from compiled_kv.launch import triton
 from compiled_kv.layout import ceil_div
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 
 if triton is None:
     raise ImportError("the published designs need Triton")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv.layout import ceil_div
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.schedules import flashmla_schedule
 
 BLOCK_SIZE = 64

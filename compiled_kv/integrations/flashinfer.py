@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compiled_kv.csr import Csr, csr_tables
 from compiled_kv.layout import KVLayout
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 
 MLA_TOKEN_ALIGNMENT = 128
 

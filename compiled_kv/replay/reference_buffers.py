@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.metadata_op import DecodeMetadata
+from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.replay.names import SLOTS
 from compiled_kv.replay.reference import Expected
 from compiled_kv.updates import first_rows
