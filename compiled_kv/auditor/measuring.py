@@ -54,6 +54,7 @@ def measure(
         TypeError: an argument cannot be copied to the device.
     """
     cuda = cuda or Cuda()
+    device = cuda.name()  # now: a context that the step spoils may not even tell its name
     reals = Reals(cuda.device)
     given = [reals.arguments(tuple(each)) for each in (args, *batches)]
     named, moved = reals.arguments(dict(kwargs or {})), reals.callable(step)
@@ -62,7 +63,7 @@ def measure(
     if capture_scalars and "compiled" in failures and "eager" not in failures:
         failures = {"compiled with scalars captured": failures["compiled"]}
         found = _measured(cuda, moved, given, named, dynamic, False, failures)
-    return Measured(cuda.name(), _versions(), failures=failures, **found)
+    return Measured(device, _versions(), failures=failures, **found)
 
 
 def _measured(
@@ -228,7 +229,8 @@ class _Skips(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "skipping cudagraph" in text.lower():
-            self.reasons.append(text.strip().splitlines()[0].removeprefix("skipping cudagraphs due to ")[:200])
+            reason = text.strip().splitlines()[0].removeprefix("skipping cudagraphs due to ")
+            self.reasons.append(reason.partition(" Found from")[0].rstrip(". ")[:200])
 
 
 def captured(cuda: Cuda, call: Run) -> tuple[bool | None, str]:
