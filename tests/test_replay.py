@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_kv import reference
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.layout import KVLayout
 from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step, powers_of_two
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.pools import make_pools
 from compiled_kv.replay.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
 from compiled_kv.replay.scheduler import Scheduler, play
-from tests.cases import DEVICES, needs_cuda
+from tests.cases import DEVICES, needs_cuda, pool_of_pages
 from tests.conftest import INTERPRETED
 from tests.planted_faults import FAULTS
 
@@ -332,6 +334,49 @@ def test_padding_rows_read_nothing_of_the_request_left_in_them(device: str) -> N
 def test_a_stage_of_its_own_is_refused_in_a_checked_step() -> None:
     with pytest.raises(ValueError, match="q_len must be the buffers' own in a checked step, got 2"):
         check_replay(lambda buffers, size: buffers.metadata(size, q_len=2), backend=None)
+
+
+STAGED = KVLayout(page_size=4, max_context_len=24, max_draft_tokens=3, window=6)
+
+
+def staged(buffers: DecodeBuffers, batch_size: int) -> list[list[Tensor]]:
+    """Draft steps, verify, and draft-extend of as many tokens as the device says."""
+    accepted = buffers.seq_lens[:batch_size] % 3 + 1
+    found = [[t.clone() for t in buffers.metadata(batch_size, k, q_len=1)] for k in (1, 2, 3)]
+    found.append([t.clone() for t in buffers.metadata(batch_size)])
+    after = buffers.metadata(batch_size, 0, q_len=accepted, seq_lens=buffers.seq_lens[:batch_size] + accepted)
+    return [*found, list(after)]
+
+
+@devices
+def test_stages_in_one_graph_are_each_as_if_it_were_alone(device: str) -> None:
+    pool, _ = pool_of_pages(6, 7, 4)
+    token_map = torch.arange(4 * 50) % 90
+    buffers = DecodeBuffers(
+        STAGED, pool.to(device), max_batch_size=4, q_len=3, seq_len_delta=3, full_to_swa=token_map.to(device)
+    )
+    step = DecodeGraphs(staged, buffers, [2, 4], backend=None)
+    for rows, seq_lens in [
+        ([3, 1], [9, 5]),
+        ([3, 1, 4], [11, 6, 2]),
+        ([4], [3]),
+        ([], []),
+        ([2, 4, 0, 3], [24, 4, 7, 13]),
+    ]:
+        size = 4 if len(rows) > 2 else 2
+        padding = [0] * (size - len(rows))
+        accepted = [length % 3 + 1 for length in seq_lens]
+        stages = [(seq_lens, {"seq_len_delta": k, "q_len": 1}) for k in (1, 2, 3)]
+        stages.append((seq_lens, {"seq_len_delta": 3, "q_len": 3}))
+        after = [length + count for length, count in zip(seq_lens, accepted)]
+        stages.append((after, {"q_len": torch.tensor([*accepted, *padding]), "num_tokens": 3 * size}))
+        outputs = step(DecodeBatch(rows, seq_lens, [1] * len(rows)))
+        for found, (lengths, given) in zip(outputs, stages, strict=True):
+            wanted, _ = reference.decode_metadata(
+                pool, torch.tensor([*rows, *padding]), torch.tensor([*lengths, *padding]), layout=STAGED,
+                num_reqs=torch.tensor(len(rows)), full_to_swa=token_map, **given,
+            )  # fmt: skip
+            assert [t.tolist() for t in found] == [t.tolist() for t in wanted], (rows, given)
 
 
 def test_powers_of_two_end_with_the_largest() -> None:
