@@ -146,9 +146,14 @@ def floors(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
 @cache
 def _compiled(name: str) -> Any:
     """One graph for all sizes: sizes that happen to be equal in the first cell must not be taken for one."""
-    torch.fx.experimental._config.use_duck_shape = False
-    torch._dynamo.config.recompile_limit = 64
-    return torch.compile(getattr(baselines_torch, name), fullgraph=True, dynamic=True)
+    compiled = torch.compile(getattr(baselines_torch, name), fullgraph=True, dynamic=True)
+    shapes: Any = torch.fx.experimental._config
+
+    def call(*arguments: Any) -> Any:
+        with shapes.patch(use_duck_shape=False), torch._dynamo.config.patch(recompile_limit=64):
+            return compiled(*arguments)
+
+    return call
 
 
 def gathers(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
