@@ -14,6 +14,8 @@ stride over the row's live pages, so that cost follows the live lengths and not 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.library import triton_op
@@ -214,33 +216,9 @@ def page_table(
     sizes = Sizes()
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("cache_seqlens", cache_seqlens, INTS, "B")
-    check_tail(tail, out)
-    if out is None:
-        return torch.ops.compiled_kv.page_table(
-            req_to_token,
-            req_pool_indices,
-            cache_seqlens,
-            layout.page_size,
-            layout.max_seqlen_k,
-            layout.max_num_pages,
-        )
-    inputs = {
-        "req_to_token": req_to_token,
-        "req_pool_indices": req_pool_indices,
-        "cache_seqlens": cache_seqlens,
-    }
-    check_table_output(sizes, "out", out, layout)
-    check_distinct({"out": out}, inputs)
-    torch.ops.compiled_kv.page_table_out(
-        req_to_token,
-        req_pool_indices,
-        cache_seqlens,
-        out,
-        layout.page_size,
-        layout.max_seqlen_k,
-        tail == "clear",
-    )
-    return out
+    given = {"req_to_token": req_to_token, "req_pool_indices": req_pool_indices, "cache_seqlens": cache_seqlens}
+    operators = torch.ops.compiled_kv.page_table, torch.ops.compiled_kv.page_table_out
+    return _call(*operators, sizes, given, layout, out, tail)
 
 
 def flashmla_kv_indices(
@@ -252,9 +230,8 @@ def flashmla_kv_indices(
     Args:
         req_to_token, req_pool_indices, layout, out, tail: as in `page_table`.
         kv_lens: int [B], tokens each row reads, from its start on; clamped to [0, layout.max_seqlen_k].
-        kv_start: int [B], position the first column reads; None for 0. Column p reads position kv_start + p *
-        page_size, and -1
-            where that lies beyond the pool's width.
+        kv_start: int [B], position the first column reads; None for 0. Column p reads position
+            kv_start + p * page_size, and -1 where that lies beyond the pool's width.
 
     Returns:
         int32 [B, layout.max_num_pages], or `out`.
@@ -267,33 +244,25 @@ def flashmla_kv_indices(
     sizes.check("kv_lens", kv_lens, INTS, "B")
     if kv_start is not None:
         sizes.check("kv_start", kv_start, INTS, "B")
-    check_tail(tail, out)
-    if out is None:
-        return torch.ops.compiled_kv.flashmla_kv_indices(
-            req_to_token,
-            req_pool_indices,
-            kv_lens,
-            kv_start,
-            layout.page_size,
-            layout.max_seqlen_k,
-            layout.max_num_pages,
-        )
-    inputs = {
+    given = {
         "req_to_token": req_to_token,
         "req_pool_indices": req_pool_indices,
         "kv_lens": kv_lens,
         "kv_start": kv_start,
     }
+    operators = torch.ops.compiled_kv.flashmla_kv_indices, torch.ops.compiled_kv.flashmla_kv_indices_out
+    return _call(*operators, sizes, given, layout, out, tail)
+
+
+def _call(
+    functional: Callable[..., Tensor], in_place: Callable[..., None], sizes: Sizes,
+    given: Mapping[str, Tensor | None], layout: KVLayout, out: Tensor | None, tail: str,
+) -> Tensor:  # fmt: skip
+    check_tail(tail, out)
+    bounds = layout.page_size, layout.max_seqlen_k
+    if out is None:
+        return functional(*given.values(), *bounds, layout.max_num_pages)
     check_table_output(sizes, "out", out, layout)
-    check_distinct({"out": out}, inputs)
-    torch.ops.compiled_kv.flashmla_kv_indices_out(
-        req_to_token,
-        req_pool_indices,
-        kv_lens,
-        kv_start,
-        out,
-        layout.page_size,
-        layout.max_seqlen_k,
-        tail == "clear",
-    )
+    check_distinct({"out": out}, given)
+    in_place(*given.values(), out, *bounds, tail == "clear")
     return out
