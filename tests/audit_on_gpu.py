@@ -22,8 +22,7 @@ from typing import Any
 from compiled_kv.auditor import audit
 from compiled_kv.auditor.apart import measure_apart
 from compiled_kv.auditor.comparison import WAITING
-from compiled_kv.auditor.measured import Measured, count
-from compiled_kv.auditor.measuring import said
+from compiled_kv.auditor.measured import Measured, count, said
 from tests.audit_corpus.arguments import arguments
 from tests.audit_corpus.clean import CLEAN
 from tests.audit_corpus.hazards import HAZARDS

@@ -22,8 +22,9 @@ from compiled_kv.auditor.device import Cuda
 from compiled_kv.auditor.entry import load
 from compiled_kv.auditor.findings import Report
 from compiled_kv.auditor.measured import Measured, Wait
-from compiled_kv.auditor.measuring import counted, measure, skips_logged
+from compiled_kv.auditor.measuring import counted, measure
 from compiled_kv.auditor.page import page
+from compiled_kv.auditor.skips import skips_logged
 from compiled_kv.tracing.reals import Reals
 from tests import audit_entry, audit_on_gpu
 from tests.audit_corpus import entries

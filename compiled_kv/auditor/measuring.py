@@ -6,29 +6,22 @@ fails) comes last; `apart` runs the whole in a process of its own.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from compiled_kv.auditor.device import Cuda, Run
-from compiled_kv.auditor.measured import Measured, Wait
+from compiled_kv.auditor.measured import Measured, said
+from compiled_kv.auditor.skips import skips_logged
+from compiled_kv.auditor.waits import raised_by_waiting, waits
 from compiled_kv.tracing.events import recompiles
 from compiled_kv.tracing.reals import Reals
 
 CALLS = 3  # a number that dynamo makes dynamic on the second call stays so on the third
 MANY = 64
 REDUCED_CALLS = 5  # CUDA graph trees warm up, record, and replay from the third call on
-_GENERATED = ("<eval_with_key>", "torchinductor")
-_TORCH = str(Path(torch.__file__).parent)
 
 T = TypeVar("T")
 
@@ -113,58 +106,6 @@ def _parts(
     return found
 
 
-def waits(cuda: Cuda, run: Run) -> tuple[Wait, ...]:
-    """What the sync debug mode warns of in the second of two calls (the first may build what is kept)."""
-    run()
-    cuda.synchronize()
-    seen: list[Wait] = []
-
-    def note(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchronizing CUDA operation" in str(message):
-            seen.append(Wait(*user_frame()))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        cuda.sync_debug_mode("warn")
-        try:
-            run()
-        finally:
-            cuda.sync_debug_mode("default")
-    return tuple(seen)
-
-
-def user_frame() -> tuple[str, int]:
-    """File and line of the step's code that is running; "" and 0 in code that a compiler wrote."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if any(text in name for text in _GENERATED) or name.startswith(_cache()):
-            return "", 0
-        if not name.startswith((_TORCH, __file__)) and Path(name).name != "warnings.py":
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
-
-
-def _cache() -> str:
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor"
-
-
-def raised_by_waiting(cuda: Cuda, run: Run) -> str:
-    """What the sync debug mode raises, which sees waits that no warning reaches Python for; "" for nothing."""
-    cuda.sync_debug_mode("error")
-    try:
-        run()
-    except RuntimeError as error:
-        if "synchronizing CUDA operation" not in str(error):
-            raise
-        return said(error)
-    finally:
-        cuda.sync_debug_mode("default")
-    return ""
-
-
 def graphs_compiled(call: Run) -> int:
     """Graphs that the first call compiles."""
     stats = torch._dynamo.utils.counters["stats"]
@@ -193,46 +134,6 @@ def graphs_replayed(cuda: Cuda, run: Run) -> tuple[int, tuple[str, ...]]:
     return replays[0], (*dict.fromkeys(reasons), *["torch names no reason"] * (unnamed > 0))
 
 
-@contextmanager
-def skips_logged() -> Iterator[list[str]]:
-    """Inductor's own words on CUDA graphs that it skips, which it logs."""
-    import torch._inductor.compile_fx
-    import torch._inductor.cudagraph_trees
-    import torch._inductor.cudagraph_utils  # noqa: F401
-
-    reasons: list[str] = []
-    handler = _Skips(reasons)
-    loggers = [
-        logging.getLogger(name)
-        for name in list(logging.root.manager.loggerDict)
-        if name.startswith("torch._inductor") and name.endswith(("__cudagraphs", "__perf_hints"))
-    ]
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield reasons
-    finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
-
-
-class _Skips(logging.Handler):
-    def __init__(self, reasons: list[str]):
-        super().__init__()
-        self.reasons = reasons
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "skipping cudagraph" in text.lower():
-            reason = text.strip().splitlines()[0].removeprefix("skipping cudagraphs due to ")
-            self.reasons.append(reason.partition(" Found from")[0].rstrip(". ")[:200])
-
-
 def captured(cuda: Cuda, call: Run) -> tuple[bool | None, str]:
     """Whether a call can be captured by hand, and what that raised."""
     try:
@@ -255,12 +156,6 @@ def counted(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[s
 
 
 _KINDS = (("kernel",), ("gpu_memcpy", "gpu_memset"))
-
-
-def said(error: BaseException) -> str:
-    """The name and first line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")
 
 
 def _versions() -> str:

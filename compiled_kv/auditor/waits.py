@@ -1,0 +1,71 @@
+"""Where a step makes the host wait for the device, as torch's sync debug mode sees it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from compiled_kv.auditor.device import Cuda, Run
+from compiled_kv.auditor.measured import Wait, said
+
+_GENERATED = ("<eval_with_key>", "torchinductor")
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+
+
+def waits(cuda: Cuda, run: Run) -> tuple[Wait, ...]:
+    """What the sync debug mode warns of in the second of two calls (the first may build what is kept)."""
+    run()
+    cuda.synchronize()
+    seen: list[Wait] = []
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            seen.append(Wait(*user_frame()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        cuda.sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            cuda.sync_debug_mode("default")
+    return tuple(seen)
+
+
+def user_frame() -> tuple[str, int]:
+    """File and line of the step's code that is running; "" and 0 in code that a compiler wrote."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(text in name for text in _GENERATED) or name.startswith(_cache()):
+            return "", 0
+        if not name.startswith((_TORCH, _OWN)) and Path(name).name != "warnings.py":
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def _cache() -> str:
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor"
+
+
+def raised_by_waiting(cuda: Cuda, run: Run) -> str:
+    """What the sync debug mode raises, which sees waits that no warning reaches Python for; "" for nothing."""
+    cuda.sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return said(error)
+    finally:
+        cuda.sync_debug_mode("default")
+    return ""
