@@ -1,12 +1,17 @@
-"""`python -m compiled_kv`."""
+"""`python -m compiled_kv`, and the command `compiled-kv`."""
 
 from __future__ import annotations
 
 import sys
 
-try:
-    from .cli import main
-except ModuleNotFoundError as error:
-    sys.exit(f"the command line needs {error.name}: pip install 'compiled_kv[cli]'")
 
-main(prog_name="compiled-kv")
+def command_line() -> None:
+    try:
+        from .cli import main
+    except ModuleNotFoundError as error:
+        sys.exit(f"the command line needs {error.name}: pip install 'compiled_kv[cli]'")
+    main(prog_name="compiled-kv")
+
+
+if __name__ == "__main__":
+    command_line()

@@ -24,6 +24,7 @@ INTS = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 TAILS = ("clear", "keep")
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Sizes:
@@ -174,14 +175,16 @@ def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | 
 
 def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
     """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
-    everything = {**{k: v for k, v in inputs.items() if v is not None}, **outputs}
     if outputs and all(type(tensor) is FakeTensor for tensor in outputs.values()):
-        storages = {tensor.untyped_storage()._cdata for tensor in everything.values()}
-        if len(storages) < len(everything):  # to compare spans is to guard on sizes
-            _check_distinct_spans(outputs, everything)
+        _check_distinct_spans(outputs, {**{k: v for k, v in inputs.items() if v is not None}, **outputs})
 
 
 def _check_distinct_spans(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
+    if not all(type(tensor) in PLAIN for tensor in everything.values()):
+        # To compare spans of fake tensors is to guard on sizes, and other kinds may have no address.
+        storages = {tensor.untyped_storage()._cdata for tensor in everything.values()}
+        if len(storages) == len(everything):
+            return
     spans = sorted((*_span(tensor), name) for name, tensor in everything.items() if _has_memory(tensor))
     for index, (_, end, name) in enumerate(spans):
         for begin, _, other in spans[index + 1 :]:
@@ -219,9 +222,20 @@ def _fake_address(tensor: Tensor) -> int:
 
 
 def _interleaved(a: Tensor, b: Tensor) -> bool:
-    """Whether two tables share memory's range but no byte: column slices of one wider table."""
-    if a.ndim != 2 or b.ndim != 2 or a.element_size() != b.element_size() or a.stride(0) != b.stride(0):
+    """Whether two tensors share memory's range but no byte: slices of the columns of one wider table."""
+    (a_width, a_pitch), (b_width, b_pitch) = _rows_of(a), _rows_of(b)
+    pitch = a_pitch or b_pitch
+    if a.element_size() != b.element_size() or {a_pitch or pitch, b_pitch or pitch} != {pitch} or pitch <= 0:
         return False
-    pitch = a.stride(0)
-    apart = (_span(b)[0] - _span(a)[0]) // a.element_size() % pitch if pitch > 0 else 0
-    return a.stride(1) == b.stride(1) == 1 and a.shape[1] <= apart and apart + b.shape[1] <= pitch
+    apart = (_span(b)[0] - _span(a)[0]) // a.element_size() % pitch
+    return 0 < a_width <= apart and 0 < b_width <= pitch - apart
+
+
+def _rows_of(tensor: Tensor) -> tuple[int, int]:
+    """Width of a table's rows and the distance between them: 0 for a single row, and a width of 0 where its columns do
+    not lie side by side. A strided vector is a table of one column."""
+    if tensor.ndim == 1 and tensor.stride(0) != 1:
+        tensor = tensor[:, None]
+    rows, width = (1, *tensor.shape)[-2:] if tensor.ndim else (1, 1)
+    unit = width == 1 or tensor.stride(-1) == 1
+    return width if unit else 0, tensor.stride(0) if rows > 1 else 0

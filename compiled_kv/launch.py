@@ -43,10 +43,23 @@ def kernel(fn: Callable[..., None]) -> Any:
         do_not_specialize_on_alignment=[name for name in runtime if name.endswith("_ptr")],
         debug=DEBUG or None,  # without it Triton drops every device_assert
     )
-    names = list(inspect.signature(fn).parameters)
-    if "PDL" in names and not INTERPRETED:
-        jitted.run = _with_dependent_launch(jitted.run, names.index("PDL"))
+    if not INTERPRETED:
+        jitted.run = _where_its_tensors_are(_with_dependent_launch(jitted.run, list(inspect.signature(fn).parameters)))
     return jitted
+
+
+def _where_its_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` on the device of the arguments: Triton would take the current one, whatever the tensors' is."""
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is None or device.index == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
+
+    return launched
 
 
 # NOTE [Dependent launch]
@@ -55,8 +68,11 @@ def kernel(fn: Callable[..., None]) -> Any:
 # nothing is read or written before all that came ahead is done and seen. Launched by ourselves, it gets `PDL=True`, and
 # a CUDA graph keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the
 # instructions, and Inductor could not launch so.
-def _with_dependent_launch(run: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """`run` of a kernel whose parameter `PDL` is the one at `at`; torch passes some or all arguments by position."""
+def _with_dependent_launch(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """`run` of a kernel with these parameters; torch passes some or all arguments by position."""
+    if "PDL" not in names:
+        return run
+    at = names.index("PDL")
 
     def launched(*args: Any, **kwargs: Any) -> Any:
         if not _has_dependent_launch():

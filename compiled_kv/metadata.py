@@ -39,7 +39,7 @@ from compiled_kv.lengths import UNBOUNDED, check_queries
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.windows import check_map
 
-MOST_TOKENS = 2**63 - 1
+MOST_TOKENS = 2**31 - 1
 INPUTS = (
     "req_to_token",
     "req_pool_indices",

@@ -17,6 +17,9 @@ class Status(enum.IntFlag):
     SUM_OVERFLOW = 32
     TOO_MANY_TOKENS = 64
 
+    def __str__(self) -> str:
+        return self.name or "0"
+
 
 # Read once: it is compiled into kernels and graphs, so a later change could not be honoured.
 DEBUG = os.environ.get("COMPILED_KV_DEBUG", "0") == "1"

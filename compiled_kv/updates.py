@@ -152,8 +152,8 @@ def _check_room(
     if not isinstance(out, DecodeMetadata):
         raise TypeError(f"out must be a DecodeMetadata, got {type(out).__name__}")
     sizes.check_output("held", held, INT64, "M", "parts", str(RECORD))
-    if held.shape[2] != RECORD or not held.is_contiguous():
-        raise ValueError(f"held must be contiguous [M, parts, {RECORD}], got {list(held.shape)}")
+    if held.shape[2] != RECORD or held.shape[1] < 1 or not held.is_contiguous():
+        raise ValueError(f"held must be contiguous [M, parts, {RECORD}] with parts >= 1, got {list(held.shape)}")
     batch_size = sizes.named["B"]
     rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}
     _check_least("held", held, batch_size, "rows")

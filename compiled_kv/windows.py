@@ -185,6 +185,7 @@ def swa_page_table(
     sizes = Sizes()
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("cache_seqlens", cache_seqlens, INTS, "B")
+    check_one_map(full_to_swa, page_map)
     check_map(sizes, full_to_swa, page_map)
     q_lens, fixed_q_len = check_queries(sizes, q_len)
     check_tail(tail, out)
@@ -205,7 +206,8 @@ def swa_page_table(
 
 
 def check_map(sizes: Sizes, full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
-    check_one_map(full_to_swa, page_map)
+    if full_to_swa is not None and page_map is not None:
+        raise ValueError("at most one of full_to_swa and page_map may be given, got both")
     if full_to_swa is not None:
         sizes.check("full_to_swa", full_to_swa, INTS, "N")
     if page_map is not None:

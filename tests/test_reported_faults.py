@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from torch import Tensor
 
 import compiled_kv as ckv
@@ -355,6 +356,32 @@ def test_two_storages_over_one_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must not overlap (swa_)?page_table"):
         call_into("swa_page_table", fields, "eager")
     assert bool((one == POISON[torch.int32]).all())
+
+
+def test_a_column_of_a_packed_table_beside_an_output_is_no_overlap() -> None:
+    pool, packed = torch.arange(80).reshape(5, 16), torch.zeros(3, 6, dtype=torch.int32)
+    packed[:, 0], packed[:, 1] = torch.tensor([2, 0, 1]), torch.tensor([5, 1, 16])
+    layout, status = ckv.KVLayout(page_size=8, max_context_len=16), packed[0, 5:6]
+    out = ckv.page_table(pool, packed[:, 0], packed[:, 1], layout=layout, out=packed[:, 2:4])
+    assert out.tolist() == [[4, 0], [0, 0], [2, 3]]
+    ckv.decode_metadata(pool, packed[:, 0], packed[:, 1], layout=layout, status=status)
+    for rows in (packed[:, 2], packed[:, 3], packed[0, :3], packed[1, 3:]):
+        with pytest.raises(ValueError, match="out must not overlap req_pool_indices"):
+            ckv.page_table(pool, rows, packed[:, 1], layout=layout, out=out)
+
+
+def test_an_in_place_call_traces_under_aot_autograd_alone() -> None:
+    pool, out = torch.arange(80).reshape(5, 16), torch.zeros(3, 4, dtype=torch.int32)
+
+    def step(pool: Tensor, rows: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+        return ckv.page_table(pool, rows, lengths, layout=ckv.KVLayout(4, 16), out=out) + 1
+
+    traced = aot_function(step, fw_compiler=nop)
+    assert traced(pool, torch.arange(3), torch.full((3,), 7), out).tolist() == [
+        [1, 2, 1, 1],
+        [5, 6, 1, 1],
+        [9, 10, 1, 1],
+    ]
 
 
 # operator -> an input, and the output that it overlaps by one element

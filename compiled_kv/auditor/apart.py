@@ -1,6 +1,6 @@
 """Measure a step in a process of its own, which a failed capture or a device assert may ruin.
 
-python -m compiled_kv.auditor.apart MODULE:FUNCTION FILE [--batch-sizes 1,2,8] [--dynamic true|false]
+python -m compiled_kv.auditor.apart MODULE:FUNCTION FILE [--batch-sizes 2,4,8] [--dynamic true|false]
 """
 
 from __future__ import annotations

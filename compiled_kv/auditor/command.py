@@ -39,7 +39,7 @@ def writable(_: click.Context, __: click.Parameter, path: Path | None) -> Path |
 @click.argument("entry", metavar="MODULE:FUNCTION")
 @click.option("--target", default="cuda:sm_90", show_default=True, help="cpu, cuda, cuda:sm_NN or hip:gfxNNN")
 @click.option("--dynamic/--static", default=None, help="torch.compile's dynamic; neither: what a first call does")
-@click.option("--batch-sizes", callback=sizes, help="call FUNCTION(size) and the step for each, e.g. 1,2,8")
+@click.option("--batch-sizes", callback=sizes, help="call FUNCTION(size) and the step for each, e.g. 2,4,8")
 @click.option("--fullgraph", is_flag=True, help="compile the step with fullgraph=True too")
 @click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
 @click.option("--html", type=click.Path(path_type=Path), callback=writable, help="write the report as one page")

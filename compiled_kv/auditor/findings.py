@@ -115,10 +115,14 @@ class Report:
         lines += [f"\n{each}" for each in self.findings]
         return "\n".join([*lines, "", self.verdict()])
 
+    def _reads_scalars(self) -> bool:
+        return any(each.rule == "host-read" for each in self.findings)
+
     def verdict(self) -> str:
         """One line: ok, or how many findings of which severity."""
         if self.ok:
-            return "ok: one graph holds the step, and nothing in it waits for the host"
+            where = " with scalars captured, as under fullgraph=True" if self._reads_scalars() else ""
+            return f"ok{where}: one graph holds the step, and nothing in it waits for the host"
         counted = Counter(each.severity for each in self.findings)
         found = ", ".join(
             _plural(counted[severity], severity) for severity in reversed(SEVERITIES) if counted[severity]

@@ -98,7 +98,10 @@ def frozen_argument(graphs: Graphs) -> Iterator[Finding]:
 
 def recompile(graphs: Graphs) -> Iterator[Finding]:
     """Calls that no compiled graph fitted, and dynamo's limit on them."""
-    remedy = "keep changing numbers in tensors on the device; mark sizes that change with torch._dynamo.mark_dynamic"
+    remedy = (
+        "keep changing numbers in tensors on the device; where sizes change compile with dynamic=True (--dynamic) or "
+        "mark them with torch._dynamo.mark_dynamic; torch compiles a size of 0 or 1 on its own in any case"
+    )
     for each in graphs.recompiles:
         yield Finding(
             "recompile", "warning", each.file, each.line, f"a later call compiles again: {each.reason}", remedy

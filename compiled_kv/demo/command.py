@@ -43,7 +43,10 @@ BACKENDS = ["inductor", "aot_eager", "eager"]
 @option("--batch", type=COUNT, default=8, text="Rows of a step.")
 @option("--chunk", type=COUNT, default=16, text="Prompt tokens that a row may put into one step.")
 @option("--pool", type=float, default=0.9, text="Pages, as a share of what a full batch needs.")
-@option("--draft-tokens", type=click.IntRange(0, 64), default=0, text="Tokens a verify step reads; 0: no drafts.")
+@option(
+    "--draft-tokens", type=click.IntRange(0, 64), default=0,
+    text="Tokens a verify step reads: the last one and its drafts; 0: no drafts.",
+)  # fmt: skip
 @option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, text="Of weights, prompts and the synthetic trace.")
 @option("--threads", type=COUNT, default=1, text="Of torch's CPU kernels.")
 @option("--backend", type=click.Choice(BACKENDS), default="inductor", text="Of torch.compile.")

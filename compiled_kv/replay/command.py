@@ -66,6 +66,11 @@ def command(
                 report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")
             except ReplayFault as fault:
                 raise click.ClickException(f"{each}: {fault}") from None
+            except Exception as error:
+                if step is None:
+                    raise
+                raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                raise Refused(f"{step}, called as step(buffers, batch_size), raised {raised}") from None
             click.echo(f"{each}: {report}")
 
 
