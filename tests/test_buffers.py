@@ -150,7 +150,7 @@ def test_bad_batch_is_refused_by_name_before_any_write(mode: str, batch: DecodeB
         ({"q_len": 0}, "q_len must be at least 1, got 0"),
         ({"seq_len_delta": -1}, "seq_len_delta must be at least 0, got -1"),
         ({"pad_seqlen": 29}, "pad_seqlen must be at most 28, got 29"),
-        ({"full_to_swa": MAP, "page_map": MAP}, "exactly one of full_to_swa and page_map must be given, got both"),
+        ({"full_to_swa": MAP, "page_map": MAP}, "at most one of full_to_swa and page_map may be given, got both"),
         ({"req_to_token": POOL[:, :20]}, "req_to_token must have at least 28 columns for this layout, got 20"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
