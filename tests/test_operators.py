@@ -30,14 +30,14 @@ FULL_BLOCKS = ("plain", "wide-batch")
 
 @pytest.fixture(autouse=True)
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels take four columns, rows or tokens at a time, by two programs a row: every loop goes round."""
+    """Interpreted kernels take four columns, rows or tokens a turn, by several programs a row: each loop goes round."""
     if not INTERPRETED or "full_blocks" in request.node.name:
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_kv."):
-            for size in ("BLOCK", "RENEWED", "SCAN", "TOKENS", "PROGRAMS"):
+            for size, small in {"BLOCK": 4, "RENEWED": 4, "SCAN": 4, "TOKENS": 4, "PROGRAMS": 12}.items():
                 if isinstance(getattr(module, size, None), int):
-                    monkeypatch.setattr(module, size, 4)
+                    monkeypatch.setattr(module, size, small)
             if hasattr(module, "columns_a_turn"):
                 monkeypatch.setattr(module, "columns_a_turn", lambda page_size: 4)
 
