@@ -19,7 +19,7 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_distinct, check_distinct_fake, check_tail
-from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, tl
+from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, stride_of, tl
 from compiled_kv.rows_triton import load_at, page_of
 
 INPUTS = ("block_tables", "num_blocks", "req_pool_indices", "block_sizes", "reach", "num_computed_tokens")
@@ -69,14 +69,10 @@ def _launch(out: Tensor, given: Given, clear: bool) -> None:
         pool_rows=block_tables.shape[1], pool_group_stride=block_tables.stride(0),
         pool_row_stride=block_tables.stride(1), pool_stride=block_tables.stride(2),
         count_group_stride=num_blocks.stride(0), count_stride=num_blocks.stride(1), index_stride=indices.stride(0),
-        block_size_stride=_stride(block_sizes), reach_stride=_stride(reach), computed_stride=_stride(computed),
+        block_size_stride=stride_of(block_sizes), reach_stride=stride_of(reach), computed_stride=stride_of(computed),
         page_group_stride=out.stride(0), page_row_stride=out.stride(1), batch_size=indices.shape[0], width=width,
         CLEAR=clear, BLOCK=BLOCK,
     )  # fmt: skip
-
-
-def _stride(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
 
 
 def _cpu_body(given: Given, rows: int) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
 from compiled_kv.csr_kernel import csr_kernel
-from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel
+from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 
@@ -55,10 +55,6 @@ class Settings(NamedTuple):
     cap: int
 
 
-def _stride(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
-
-
 def _launch(
     kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor | None, given: Given, settings: Settings,
     clear: bool,
@@ -74,8 +70,8 @@ def _launch(
         kv_indices_ptr=kv_indices, kv_last_page_len_ptr=kv_last_page_len,
         pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
         index_stride=given.req_pool_indices.stride(0), len_stride=given.kv_lens.stride(0),
-        start_stride=_stride(given.kv_start), map_stride=_stride(token_map),
-        map_size=0 if token_map is None else token_map.shape[0], indptr_stride=kv_indptr.stride(0),
+        start_stride=stride_of(given.kv_start), map_stride=stride_of(token_map),
+        map_size=size_of(token_map), indptr_stride=kv_indptr.stride(0),
         batch_size=batch_size, capacity=capacity, cap=settings.cap, PAGE_SIZE=settings.page_size,
         ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
     )  # fmt: skip

@@ -7,7 +7,7 @@ and program (1 + i, k) writes the entries of row i. Where `kv_indptr` is not giv
 from __future__ import annotations
 
 from compiled_kv.launch import device_function, kernel, tl
-from compiled_kv.rows_triton import active_rows, clamped_length, load_at, page_of, through_map
+from compiled_kv.rows_triton import active_rows, clamped_length, clear_row, load_at, page_of, through_map
 
 
 @device_function
@@ -45,13 +45,13 @@ def csr_kernel(
             pool_row = tl.load(req_pool_indices_ptr + other * index_stride, mask=in_batch, other=-1).to(tl.int64)
             live = (pool_row >= 0) & (pool_row < pool_rows)
             raw = tl.load(kv_lens_ptr + other * len_stride, mask=in_batch, other=0).to(tl.int64)
-            pages = (tl.where(live, clamped_length(raw, 0, cap), 0) + PAGE_SIZE - 1) // PAGE_SIZE
+            length = tl.where(live, clamped_length(raw, 0, cap), 0)
+            pages = (length + PAGE_SIZE - 1) // PAGE_SIZE
             if kv_indptr_ptr is not None:
                 if (row < 0) & (part == 0):
                     ends = tl.minimum(first + tl.cumsum(pages, 0), room)
                     in_range = other < batch_size
                     tl.store(kv_indptr_ptr + other + 1, ends.to(tl.int32), mask=in_range)
-                    length = tl.where(live, clamped_length(raw, 0, cap), 0)
                     last = tl.where(length > 0, (length - 1) % PAGE_SIZE + 1, 0)
                     tl.store(kv_last_page_len_ptr + other, last.to(tl.int32), mask=in_range)
             first += tl.sum(pages, 0)
@@ -60,9 +60,7 @@ def csr_kernel(
             if part == 0:
                 tl.store(kv_indptr_ptr, 0)
         if CLEAR:
-            for begin in range(tl.minimum(first, room) + part * BLOCK, room, parts * BLOCK):
-                entry = begin + tl.arange(0, BLOCK)
-                tl.store(kv_indices_ptr + entry, tl.zeros([BLOCK], tl.int32), mask=entry < room)
+            clear_row(kv_indices_ptr, tl.minimum(first, room), room, part, parts, BLOCK)
     else:
         end = room
         if given_indptr_ptr is not None:

@@ -32,7 +32,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
-from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel
+from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 
@@ -69,7 +69,7 @@ def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
         pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
         index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
         branch_stride=0 if given.positions is None else given.positions.stride(0),
-        map_stride=0 if page_map is None else page_map.stride(0), map_size=0 if page_map is None else page_map.shape[0],
+        map_stride=stride_of(page_map), map_size=size_of(page_map),
         indptr_row_stride=kv_indptr.stride(0), indices_row_stride=kv_indices.stride(0),
         batch_size=given.seq_lens.shape[0], topk=topk, num_steps=num_steps, capacity=capacity, cap=settings.cap,
         window=settings.window, sinks=settings.sinks, PAGE_SIZE=settings.page_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from compiled_kv.csr_kernel import slots_at
 from compiled_kv.launch import device_function, kernel, tl
-from compiled_kv.rows_triton import INT32_MAX, clamped_length, load_at, page_of, through_map
+from compiled_kv.rows_triton import INT32_MAX, clamped_length, clear_row, load_at, page_of, through_map
 
 
 @device_function
@@ -67,9 +67,7 @@ def draft_kv_indices_kernel(
                 total += tl.sum(count, 0)
             tl.store(kv_indptr_ptr, 0)
         if CLEAR:
-            for begin in range(tl.minimum(first, room) + part * BLOCK, room, parts * BLOCK):
-                entry = begin + tl.arange(0, BLOCK)
-                tl.store(kv_indices_ptr + entry, tl.zeros([BLOCK], tl.int32), mask=entry < room)
+            clear_row(kv_indices_ptr, tl.minimum(first, room), room, part, parts, BLOCK)
     else:
         pool_row = tl.load(req_pool_indices_ptr + request * index_stride).to(tl.int64)
         is_live = (pool_row >= 0) & (pool_row < pool_rows)

@@ -32,7 +32,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
-from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel
+from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
 
@@ -79,14 +79,6 @@ class _Settings(NamedTuple):
     clear: bool
 
 
-def _stride(tensor: Tensor | None, dim: int = 0) -> int:
-    return 0 if tensor is None else tensor.stride(dim)
-
-
-def _size(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.shape[0]
-
-
 def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
     pool, batch_size, width = given.req_to_token, given.seq_lens.shape[0], settings.width
     swa_map = given.swa_page_map if given.full_to_swa is None else given.full_to_swa
@@ -98,12 +90,12 @@ def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
         page_table_ptr=out.page_table, swa_page_table_ptr=out.swa_page_table, swa_slot_mapping_ptr=out.swa_slot_mapping,
         pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
         index_stride=given.req_pool_indices.stride(0), seq_stride=given.seq_lens.stride(0),
-        q_stride=_stride(given.q_len), slots_stride=_stride(given.slots), num_slots=_size(given.slots),
-        map_stride=_stride(swa_map), map_size=_size(swa_map), page_map_stride=_stride(given.page_map),
-        page_map_size=_size(given.page_map), page_row_stride=_stride(out.page_table),
-        page_stride=_stride(out.page_table, 1), swa_row_stride=_stride(out.swa_page_table),
-        swa_stride=_stride(out.swa_page_table, 1), batch_size=batch_size, width=width,
-        num_tokens=_size(out.swa_slot_mapping), delta=settings.delta, q_len=settings.q_len, cap=settings.cap,
+        q_stride=stride_of(given.q_len), slots_stride=stride_of(given.slots), num_slots=size_of(given.slots),
+        map_stride=stride_of(swa_map), map_size=size_of(swa_map), page_map_stride=stride_of(given.page_map),
+        page_map_size=size_of(given.page_map), page_row_stride=stride_of(out.page_table),
+        page_stride=stride_of(out.page_table, 1), swa_row_stride=stride_of(out.swa_page_table),
+        swa_stride=stride_of(out.swa_page_table, 1), batch_size=batch_size, width=width,
+        num_tokens=size_of(out.swa_slot_mapping), delta=settings.delta, q_len=settings.q_len, cap=settings.cap,
         PAGE_SIZE=settings.page_size, PAGE_MAP=given.full_to_swa is None, CLEAR=settings.clear,
         BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
     )  # fmt: skip

@@ -21,10 +21,10 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
-from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
-from compiled_kv.rows_triton import INT32_MAX, load_at, page_of
+from compiled_kv.rows_triton import INT32_MAX, load_at, page_of, row_of_token
 
 INPUTS = ("block_tables", "block_sizes", "req_pool_indices", "cu_seqlens_q", "positions", "sharded")
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -39,17 +39,7 @@ def _group_slot_mappings_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
-    # The first boundary beyond the token, by bisection over boundaries 1 .. batch_size.
-    row = tl.zeros([TOKENS], tl.int64)
-    beyond = tl.zeros([TOKENS], tl.int64) + batch_size
-    span = tl.zeros([], tl.int64) + batch_size
-    while span > 0:
-        middle = (row + beyond) // 2
-        open_ = row < beyond
-        end = load_at(cu_seqlens_q_ptr, middle + 1, cu_stride, open_, 0)
-        row = tl.where(open_ & (end <= token), middle + 1, row)
-        beyond = tl.where(open_ & (end > token), middle, beyond)
-        span = span // 2
+    row = row_of_token(token, cu_seqlens_q_ptr, cu_stride, batch_size)
     owned = (row < batch_size) & (token < num_positions)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, owned, -1)
     position = load_at(positions_ptr, token, position_stride, owned, -1)
@@ -83,7 +73,7 @@ def _launch(out: Tensor, given: Given, cp_size: int, cp_rank: int, cp_interleave
         pool_rows=block_tables.shape[1], pool_width=block_tables.shape[2], pool_group_stride=block_tables.stride(0),
         pool_row_stride=block_tables.stride(1), pool_stride=block_tables.stride(2),
         block_size_stride=block_sizes.stride(0), index_stride=indices.stride(0), cu_stride=cu_seqlens_q.stride(0),
-        position_stride=positions.stride(0), sharded_stride=0 if sharded is None else sharded.stride(0),
+        position_stride=positions.stride(0), sharded_stride=stride_of(sharded),
         slot_group_stride=out.stride(0), batch_size=indices.shape[0], num_positions=positions.shape[0],
         num_tokens=out.shape[1], cp_size=cp_size, cp_rank=cp_rank, cp_interleave=cp_interleave, TOKENS=TOKENS,
     )  # fmt: skip

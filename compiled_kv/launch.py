@@ -126,6 +126,16 @@ def launch(fn: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
     target[grid](**arguments)
 
 
+def stride_of(tensor: torch.Tensor | None, dim: int = 0) -> int:
+    """What a launch says of the stride of a tensor that may be absent."""
+    return 0 if tensor is None else tensor.stride(dim)
+
+
+def size_of(tensor: torch.Tensor | None) -> int:
+    """What a launch says of the length of a tensor that may be absent."""
+    return 0 if tensor is None else tensor.shape[0]
+
+
 # Columns a program writes at a time: four loads in flight for each of 128 threads.
 BLOCK = 512
 # Columns an update writes at a time: most steps add one at the most.

@@ -25,7 +25,7 @@ from compiled_kv.checks import (
     check_layout,
     check_tuple,
 )
-from compiled_kv.launch import SCAN, chunks, dependent_launch, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import SCAN, chunks, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.rows_triton import active_rows, report
 from compiled_kv.status import DEBUG
@@ -64,7 +64,7 @@ def _launch(
     launch(
         _seqlens_kernel, (chunks(seq_lens.shape[0]),), seq_lens_ptr=seq_lens, q_lens_ptr=q_lens, num_reqs_ptr=num_reqs,
         cache_seqlens_ptr=cache_seqlens, cu_q_ptr=cu_seqlens_q, cu_k_ptr=cu_seqlens_k,
-        seq_stride=seq_lens.stride(0), q_stride=0 if q_lens is None else q_lens.stride(0), batch_size=seq_lens.shape[0],
+        seq_stride=seq_lens.stride(0), q_stride=stride_of(q_lens), batch_size=seq_lens.shape[0],
         delta=delta, q_len=q_len, cap=cap, pad_seqlen=pad_seqlen, DEBUG=DEBUG, PDL=False,
         SCAN=SCAN,
     )  # fmt: skip

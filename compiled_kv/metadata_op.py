@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.library import triton_op
 
 from compiled_kv.checks import check_distinct_fake
-from compiled_kv.launch import chunks, columns_a_turn, launch, programs_a_row, runs_kernel
+from compiled_kv.launch import chunks, columns_a_turn, launch, programs_a_row, runs_kernel, size_of
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
-from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments, size_of
+from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
 
 
 def _present(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_kv.launch import SCAN, TOKENS
+from compiled_kv.launch import SCAN, TOKENS, size_of, stride_of
 from compiled_kv.status import DEBUG
 
 
@@ -52,14 +52,6 @@ class DecodeMetadata(NamedTuple):
     """int64 [T], where each token's K/V is written; -1 for none."""
     swa_slot_mapping: Tensor | None = None
     """int64 [T], the same in the sliding-window pool."""
-
-
-def stride_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
-
-
-def size_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.shape[0]
 
 
 def kernel_arguments(out: DecodeMetadata, given: Inputs, settings: Settings, num_tokens: int) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from compiled_kv.launch import (
     launch,
     programs_a_row,
     runs_kernel,
+    stride_of,
     tl,
 )
 from compiled_kv.layout import KVLayout
@@ -86,7 +87,7 @@ def _launch(
         page_table_ptr=out, pool_rows=req_to_token.shape[0], pool_width=req_to_token.shape[1],
         pool_row_stride=req_to_token.stride(0), pool_stride=req_to_token.stride(1),
         index_stride=req_pool_indices.stride(0),
-        len_stride=kv_lens.stride(0), start_stride=0 if kv_start is None else kv_start.stride(0),
+        len_stride=kv_lens.stride(0), start_stride=stride_of(kv_start),
         page_row_stride=out.stride(0), width=width, cap=cap,
         PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
         PDL=False, BLOCK=block,

@@ -33,6 +33,25 @@ def active_rows(num_reqs_ptr, batch_size):
 
 
 @device_function
+def row_of_token(token, cu_seqlens_q_ptr, cu_stride, batch_size):
+    """Row whose interval of prefix sums holds each token, by bisection over boundaries 1 .. batch_size.
+
+    `batch_size` for a token behind the last of them.
+    """
+    row = tl.zeros(token.shape, tl.int64)
+    beyond = tl.zeros(token.shape, tl.int64) + batch_size
+    span = tl.zeros([], tl.int64) + batch_size
+    while span > 0:
+        middle = (row + beyond) // 2
+        open_ = row < beyond
+        end = load_at(cu_seqlens_q_ptr, middle + 1, cu_stride, open_, 0)
+        row = tl.where(open_ & (end <= token), middle + 1, row)
+        beyond = tl.where(open_ & (end > token), middle, beyond)
+        span = span // 2
+    return row
+
+
+@device_function
 def clamped_length(seq_len, delta, cap):
     # The first minimum keeps an absurd 64-bit length from wrapping round when delta is added.
     return tl.minimum(tl.minimum(tl.maximum(seq_len, 0), cap) + delta, cap)

@@ -16,10 +16,10 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
-from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
-from compiled_kv.rows_triton import active_rows, load_at, page_of
+from compiled_kv.rows_triton import active_rows, load_at, page_of, row_of_token
 
 
 @kernel
@@ -35,17 +35,7 @@ def _slot_mapping_kernel(
     in_range = token < num_tokens
     row, owned = token, in_range
     if cu_seqlens_q_ptr is not None:
-        # The first boundary beyond the token, by bisection over boundaries 1 .. batch_size.
-        row = tl.zeros([TOKENS], tl.int64)
-        span = tl.zeros([], tl.int64) + batch_size
-        beyond = tl.zeros([TOKENS], tl.int64) + batch_size
-        while span > 0:
-            middle = (row + beyond) // 2
-            open_ = row < beyond
-            end = load_at(cu_seqlens_q_ptr, middle + 1, cu_stride, open_, 0)
-            row = tl.where(open_ & (end <= token), middle + 1, row)
-            beyond = tl.where(open_ & (end > token), middle, beyond)
-            span = span // 2
+        row = row_of_token(token, cu_seqlens_q_ptr, cu_stride, batch_size)
         owned = in_range & (row < batch_size)
     owned = owned & (row < active_rows(num_reqs_ptr, batch_size))
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, owned, -1)
@@ -69,7 +59,7 @@ def _launch(
         pool_ptr=pool, req_pool_indices_ptr=req_pool_indices, positions_ptr=positions, cu_seqlens_q_ptr=cu_seqlens_q,
         num_reqs_ptr=num_reqs, slot_mapping_ptr=out, pool_rows=pool.shape[0], pool_width=pool.shape[1],
         pool_row_stride=pool.stride(0), pool_stride=pool.stride(1), index_stride=req_pool_indices.stride(0),
-        position_stride=positions.stride(0), cu_stride=0 if cu_seqlens_q is None else cu_seqlens_q.stride(0),
+        position_stride=positions.stride(0), cu_stride=stride_of(cu_seqlens_q),
         batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0],
         PAGED=page_size is not None, PAGE_SIZE=page_size or 1, PDL=False, TOKENS=TOKENS,
     )  # fmt: skip

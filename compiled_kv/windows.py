@@ -33,6 +33,7 @@ from compiled_kv.launch import (
     launch,
     programs_a_row,
     runs_kernel,
+    stride_of,
     tl,
 )
 from compiled_kv.layout import KVLayout
@@ -96,7 +97,7 @@ def _launch(
         pool_rows=req_to_token.shape[0], pool_width=req_to_token.shape[1],
         pool_row_stride=req_to_token.stride(0), pool_stride=req_to_token.stride(1),
         index_stride=req_pool_indices.stride(0),
-        len_stride=cache_seqlens.stride(0), q_stride=0 if q_lens is None else q_lens.stride(0),
+        len_stride=cache_seqlens.stride(0), q_stride=stride_of(q_lens),
         map_stride=map_.stride(0),
         map_size=map_.shape[0], page_row_stride=table.stride(0), swa_row_stride=swa_table.stride(0), width=width,
         cap=cap,
