@@ -44,22 +44,8 @@ def kernel(fn: Callable[..., None]) -> Any:
         debug=DEBUG or None,  # without it Triton drops every device_assert
     )
     if not INTERPRETED:
-        jitted.run = _where_its_tensors_are(_with_dependent_launch(jitted.run, list(inspect.signature(fn).parameters)))
+        jitted.run = _on_the_tensors_device(jitted.run, list(inspect.signature(fn).parameters))
     return jitted
-
-
-def _where_its_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` on the device of the arguments: Triton would take the current one, whatever the tensors' is."""
-
-    def launched(*args: Any, **kwargs: Any) -> Any:
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if device is None or device.index == torch.cuda.current_device():
-            return run(*args, **kwargs)
-        with torch.cuda.device(device):
-            return run(*args, **kwargs)
-
-    return launched
 
 
 # NOTE [Dependent launch]
@@ -68,26 +54,28 @@ def _where_its_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:
 # nothing is read or written before all that came ahead is done and seen. Launched by ourselves, it gets `PDL=True`, and
 # a CUDA graph keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the
 # instructions, and Inductor could not launch so.
-def _with_dependent_launch(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """`run` of a kernel with these parameters; torch passes some or all arguments by position."""
-    if "PDL" not in names:
-        return run
-    at = names.index("PDL")
+def _on_the_tensors_device(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """`run` of a kernel with these parameters where its tensors are: Triton would take the current device, whatever
+    theirs is. Torch passes some or all arguments by position."""
+    at = names.index("PDL") if "PDL" in names else None
 
     def launched(*args: Any, **kwargs: Any) -> Any:
-        if not _has_dependent_launch():
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        device = next((tensor.device.index for tensor in tensors if tensor.is_cuda), None)
+        if device is None:
             return run(*args, **kwargs)
-        if at < len(args):
-            args = (*args[:at], True, *args[at + 1 :])
-        else:
-            kwargs["PDL"] = True
-        return run(*args, **kwargs, launch_pdl=True)
+        if at is not None and _is_hopper_or_later(device):
+            if at < len(args):
+                args = (*args[:at], True, *args[at + 1 :])
+            else:
+                kwargs["PDL"] = True
+            kwargs["launch_pdl"] = True
+        if device == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
 
     return launched
-
-
-def _has_dependent_launch() -> bool:
-    return torch.cuda.is_available() and _is_hopper_or_later(torch.cuda.current_device())
 
 
 @cache
