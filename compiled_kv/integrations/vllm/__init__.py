@@ -9,6 +9,7 @@ Arguments, their order, and what is written and what is left alone are those of 
 one tensor, so that a graph holds no addresses. See docs/integrations/vllm.md.
 """
 
+from compiled_kv.integrations.vllm.block_table import BlockTable
 from compiled_kv.integrations.vllm.block_tables import (
     NULL_BLOCK_ID,
     PAD_SLOT_ID,
@@ -24,6 +25,7 @@ __all__ = [
     "NULL_BLOCK_ID",
     "PADDING_SLOT_ID",
     "PAD_SLOT_ID",
+    "BlockTable",
     "BlockTables",
     "eagle_step_update_slot_mapping_and_metadata",
     "get_block_table_width",

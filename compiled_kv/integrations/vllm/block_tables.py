@@ -27,6 +27,14 @@ def map_to_kernel_blocks(block_ids: Sequence[int], blocks_per_kv_block: int) -> 
     return [block * blocks_per_kv_block + i for block in block_ids for i in range(blocks_per_kv_block)]
 
 
+def kernel_blocks(block_size: int, kernel_block_size: int, name: str = "kernel_block_sizes") -> int:
+    """Blocks of `kernel_block_size` tokens in one of `block_size`."""
+    if kernel_block_size < 1 or block_size % kernel_block_size != 0:
+        sizes = name.removeprefix("kernel_")
+        raise ValueError(f"{name} must divide {sizes}, got {kernel_block_size} for {block_size}")
+    return block_size // kernel_block_size
+
+
 class BlockTables(torch.nn.Module):
     """Block tables of every KV group, persistent: addresses do not change, so captured graphs may read them.
 
@@ -64,7 +72,9 @@ class BlockTables(torch.nn.Module):
         super().__init__()
         groups = len(block_sizes)
         sizes = list(kernel_block_sizes or block_sizes)
-        self.blocks_per_kv_block = [_ratio(size, kernel) for size, kernel in zip(block_sizes, sizes, strict=True)]
+        self.blocks_per_kv_block = [
+            kernel_blocks(size, kernel) for size, kernel in zip(block_sizes, sizes, strict=True)
+        ]
         pairs = zip(max_num_blocks_per_group, self.blocks_per_kv_block, strict=True)
         self.widths = [width * ratio for width, ratio in pairs]
         self.cp_size, self.cp_rank, self.cp_interleave = cp_size, cp_rank, cp_interleave
@@ -180,9 +190,3 @@ class BlockTables(torch.nn.Module):
     def get_dummy_slot_mappings(self, num_tokens: int) -> Tensor:
         """The shared storage with padding all over, [G, num_tokens]."""
         return self.slot_mappings.fill_(PAD_SLOT_ID)[:, :num_tokens]
-
-
-def _ratio(block_size: int, kernel_block_size: int) -> int:
-    if block_size % kernel_block_size != 0:
-        raise ValueError(f"kernel_block_sizes must divide block_sizes, got {kernel_block_size} for {block_size}")
-    return block_size // kernel_block_size
