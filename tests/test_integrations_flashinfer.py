@@ -15,7 +15,9 @@ from compiled_kv import reference
 from compiled_kv.csr import csr_tables
 from compiled_kv.integrations import flash_mla, flashinfer
 from tests.cases import DEVICES, pool_of_pages
-from tests.harness import poisoned
+from tests.conftest import INTERPRETED
+from tests.harness import around, poisoned
+from tests.peer_calls import Draw
 
 PS, KEPT = 4, 0x7EADBEEF
 POOL, BLOCKS = pool_of_pages(5, 7, PS)
@@ -75,6 +77,84 @@ def test_the_mla_plan_takes_the_same_tables() -> None:
 def test_seq_lens_are_those_of_flashinfers_own_rule() -> None:
     found = flashinfer.get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([16, 0, 1]), 16)
     assert found.tolist() == [48, 0, 1]
+
+
+def tokens_on_paper(bounds: list[int], lengths: list[int], nnz: int, stale: list[int]) -> tuple[list[int], list[int]]:
+    """The new tokens are the last ones of their request; behind them there is no request."""
+    found = [
+        (row, length - (end - token))
+        for row, (begin, end, length) in enumerate(zip(bounds, bounds[1:], lengths, strict=False))
+        for token in range(begin, end)
+    ]
+    found = [*found, *((-1, stale[token]) for token in range(len(found), nnz))][:nnz]
+    return [row for row, _ in found], [place for _, place in found]
+
+
+@devices
+@pytest.mark.parametrize("seed", range(12))
+def test_each_new_token_knows_its_request_and_position(seed: int, device: str) -> None:
+    """Rows without new tokens, fewer entries than tokens and more; into new tensors, the caller's, and one of each."""
+    draw = Draw(seed, device)
+    counts = [draw.randrange(4) for _ in range(draw.choice((0, 1, 3, 6)))]
+    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    lengths = draw.ints(4, 90, len(counts), bad=0)
+    nnz = max(sum(counts) + draw.choice((-1, 0, 3)), 0)
+    for kept in ((False, False), (True, True), (False, True), (True, False)):
+        out = [poisoned((nnz,), torch.int32, device) if keep else None for keep in kept]
+        found = flashinfer.get_batch_indices_positions(draw.plain(bounds), lengths, nnz, *out)
+        wanted = tokens_on_paper(bounds, lengths.tolist(), nnz, [KEPT if kept[1] else 0] * nnz)
+        assert [part.tolist() for part in found] == [*wanted]
+        for mine, part in zip(out, found, strict=True):
+            assert part.dtype == torch.int32 and part.shape == (nnz,)
+            if mine is not None:
+                assert mine is part
+                assert (around(mine) != KEPT).sum() == sum(value != KEPT for value in mine.tolist())
+
+
+def test_tokens_to_append_are_refused_before_anything_is_written() -> None:
+    bounds, lengths, out = torch.tensor([0, 2, 3]), torch.tensor([5, 6]), poisoned((4,), torch.int32, "cpu")
+    for given, error, sentence in (
+        ((bounds[:2], lengths, 4, out), ValueError, r"append_indptr must be \[B\+1\] with B\+1=3, got \[2\]"),
+        ((bounds.float(), lengths, 4, out), TypeError, "append_indptr must be int32 or int64, got float32"),
+        ((bounds, lengths, -1, out), ValueError, "nnz must be at least 0, got -1"),
+        ((bounds, lengths, 3, out), ValueError, r"batch_indices must be \[nnz\] with nnz=3, got \[4\]"),
+        ((bounds, lengths, 4, out, out.long()), TypeError, "positions must be int32, got int64"),
+        ((bounds, lengths, 4, out, out), ValueError, "must not overlap"),
+    ):
+        with pytest.raises(error, match=sentence):
+            flashinfer.get_batch_indices_positions(*given)
+    assert {*around(out).tolist()} == {KEPT}
+    with pytest.raises(ValueError, match=r"kv_indptr must be \[B\+1\] with B\+1=3, got \[2\]"):
+        flashinfer.get_seq_lens(bounds[:2], lengths, 16)
+    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+        flashinfer.get_seq_lens(bounds, lengths, 0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="traced as for a real device")
+def test_the_auditor_finds_nothing_in_a_step_that_appends() -> None:
+    pytest.importorskip("triton")
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("batch_indices", "positions"):
+                self.register_buffer(name, torch.full((8,), KEPT, dtype=torch.int32), persistent=False)
+
+        def forward(self, append_indptr: Tensor, seq_lens: Tensor, last_page_len: Tensor) -> tuple[Tensor, ...]:
+            made = flashinfer.get_batch_indices_positions(append_indptr, seq_lens, 8)
+            kept = flashinfer.get_batch_indices_positions(
+                append_indptr, seq_lens, 8, self.batch_indices, self.positions
+            )
+            return *made, *(part + 0 for part in kept), flashinfer.get_seq_lens(append_indptr, last_page_len, 4)
+
+    given = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.tensor([7, 4, 3]), torch.tensor([3, 0, 1])
+    step = Step()
+    report = ckv.audit(step, *given, target="cuda:sm_90")
+    assert report.ok and report.findings == (), str(report)
+    eager = step(*given)
+    assert [part.tolist() for part in torch.compile(step, fullgraph=True, backend="aot_eager")(*given)] == [
+        part.tolist() for part in eager
+    ]
 
 
 def metadata(layout: ckv.KVLayout, **options: Any) -> ckv.DecodeMetadata:

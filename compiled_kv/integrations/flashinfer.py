@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_int
 from compiled_kv.csr import Csr, csr_tables
+from compiled_kv.integrations.layouts import row_of_token
 from compiled_kv.layout import KVLayout
+from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.metadata_parts import DecodeMetadata
+from compiled_kv.rows_cpu import gather
 
 MLA_TOKEN_ALIGNMENT = 128
 
@@ -64,8 +68,71 @@ def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayou
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """Tokens of each row, int [B], from `kv_indptr` [B + 1] and `kv_last_page_len` [B]."""
+    """Tokens of each row, from the CSR form of its pages. Plain torch: one kernel where it is compiled.
+
+    Args:
+        kv_indptr: int [B + 1]; kv_last_page_len: int [B].
+        page_size: tokens a page.
+
+    Returns:
+        int [B]; a row without pages has what its kv_last_page_len says.
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, shape, device or range is wrong; the text names it.
+    """
+    _check_rows("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
+    check_int("page_size", page_size, 1, UNBOUNDED)
     return torch.clamp(kv_indptr.diff() - 1, min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Request and position of each token to append, for `append_paged_kv_cache`.
+
+    Plain torch, a kernel or two where the step around it is compiled.
+
+    Args:
+        append_indptr: int [B + 1], non-decreasing from 0: new tokens of each request.
+        seq_lens: int [B], tokens of each request, the new ones counted: these are its last.
+        nnz: entries of the results.
+        batch_indices, positions: int32 [nnz], written in place and returned.
+
+    Returns:
+        (batch_indices int32 [nnz], positions int32 [nnz]). From append_indptr[B] on, read on the device, the request
+        is -1, and the position 0 in a new tensor and what it was in one that is given.
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, shape, device, range or overlap is wrong; the text names it.
+    """
+    sizes = _check_rows("append_indptr", append_indptr, "seq_lens", seq_lens)
+    check_int("nnz", nnz, 0, UNBOUNDED)
+    sizes.named["nnz"] = nnz
+    out = {"batch_indices": batch_indices, "positions": positions}
+    given = {name: tensor for name, tensor in out.items() if tensor is not None}
+    for name, tensor in given.items():
+        sizes.check_output(name, tensor, INT32, "nnz")
+    check_distinct(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    token = torch.arange(nnz, device=seq_lens.device)
+    row = row_of_token(append_indptr, token)
+    owned = row < seq_lens.shape[0]
+    place = token + gather(seq_lens, row, owned) - gather(append_indptr, row + 1, owned)
+    indices = torch.where(owned, row, -1).int()
+    places = torch.where(owned, place.int(), 0 if positions is None else positions)
+    return (
+        indices if batch_indices is None else batch_indices.copy_(indices),
+        places if positions is None else positions.copy_(places),
+    )
+
+
+def _check_rows(name: str, indptr: Tensor, lengths_name: str, lengths: Tensor) -> Sizes:
+    """Sizes of a batch, of which `indptr` is [B + 1] and `lengths` [B]."""
+    sizes = Sizes()
+    sizes.check(lengths_name, lengths, INTS, "B")
+    sizes.named["B+1"] = sizes.named["B"] + 1
+    sizes.check(name, indptr, INTS, "B+1")
+    return sizes
 
 
 def trtllm_decode_arguments(metadata: DecodeMetadata, *, layout: KVLayout, swa: bool = False) -> dict[str, Any]:
