@@ -15,14 +15,15 @@ def cpu_body(given: Any, settings: Any, capacity: int) -> tuple[Tensor, Tensor, 
     num_steps, topk, page_size, _, cap, window, sinks = settings
     rows = given.req_pool_indices.long()
     live = (rows >= 0) & (rows < given.pool.shape[0])
-    lengths = cpu.clamped_length(given.seq_lens, 0, cap).where(live, 0)[:, None].expand(-1, topk).reshape(-1)
+    lengths = cpu.clamped_length(given.seq_lens, 0, cap).where(live, 0)
+    lengths = lengths[cpu.floor_div(cpu.iota(lengths.shape[0] * topk, rows), topk)]
     most = window + sinks if window > 0 else cap
     counts, drafts = lengths.clamp(max=most), cpu.iota(num_steps, rows)[:, None] + 1
     shown = counts if given.positions is None else cpu.clamped_length(given.positions, 0, cap).clamp(max=most)
     kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, cpu.INT32_MAX)), (1, 0))
 
-    entry = cpu.iota(capacity, rows).expand(num_steps, capacity)
-    branch = torch.searchsorted((counts + drafts).cumsum(1).contiguous(), entry.contiguous(), right=True)
+    entry = cpu.iota(capacity, rows) + torch.zeros_like(drafts)  # searchsorted would copy an expanded one
+    branch = torch.searchsorted((counts + drafts).cumsum(1).contiguous(), entry, right=True)
     written = branch < lengths.shape[0]
     length, kept = cpu.gather(lengths, branch, written), cpu.gather(counts, branch, written)
     column = entry - cpu.gather(counts.cumsum(0) - counts, branch, written) - branch * drafts

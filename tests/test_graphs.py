@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import pkgutil
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+import compiled_kv
 import compiled_kv as ckv
 from compiled_kv import KVLayout
 from compiled_kv.goldens import assert_graph
 from compiled_kv.models import NAMES
 from compiled_kv.tracing.graphs import Graphs, capture
 from compiled_kv.tracing.rendering import body, summary
-from tests.graph_cases import BATCH, CASES, FULL_TO_SWA, LAYOUT
+from tests import graph_cases
+from tests.graph_cases import BATCH, FULL_TO_SWA, LAYOUT
+from tests.graph_cases_engines import ENGINE_CASES
 
 pytest.importorskip("triton", reason="kernels are traced")
 
 GRAPHS = Path(__file__).parent.parent / "graphs"
 TARGETS = ("cuda:sm_90", "cpu")
 SIZES = {"static": False, "dynamic": True}
+CASES = graph_cases.CASES | ENGINE_CASES
+IN_PLACE = ("update_metadata", "write_metadata", "fill_kv_indices")
 
 
 @cache
@@ -37,12 +46,16 @@ def test_graphs_are_whole_clean_and_as_accepted(operator: str) -> None:
         for sizes in SIZES:
             shown[f"{form}, {sizes}"] = captured = [graphs_of(operator, form, sizes, target) for target in TARGETS]
             for graphs in captured:
-                check_is_clean(graphs, in_place="out" in form or form == "status")
+                check_is_clean(graphs, in_place=writes(operator, form))
     assert_graph(shown, GRAPHS / "dynamo" / f"{operator}.txt")
     on_cuda = {title: pair[0] for title, pair in shown.items()}
     on_cpu = {title: pair[1] for title, pair in shown.items() if title.endswith("dynamic")}
     assert_graph(on_cuda, GRAPHS / "aot" / f"{operator}.txt")
     assert_graph(on_cpu, GRAPHS / "aot" / f"{operator}_cpu.txt", detail="counts")
+
+
+def writes(operator: str, form: str) -> bool:
+    return operator in IN_PLACE or "out" in form or form in ("in place", "status")
 
 
 def check_is_clean(graphs: Graphs, in_place: bool) -> None:
@@ -61,6 +74,17 @@ def test_every_golden_is_of_an_operator_or_of_a_models_step() -> None:
     shown = [*CASES, *(f"step_{model}{sizes}" for model in NAMES for sizes in ("", "_dynamic"))]
     wanted = {f"{tier}/{name}" for tier in ("dynamo", "aot") for name in shown} | {f"aot/{name}_cpu" for name in CASES}
     assert {str(path.relative_to(GRAPHS).with_suffix("")) for path in GRAPHS.glob("*/*.txt")} == wanted
+
+
+def test_every_registered_operator_is_in_a_golden() -> None:
+    for module in pkgutil.walk_packages(compiled_kv.__path__, "compiled_kv."):
+        with contextlib.suppress(ImportError):  # what a peer that is not installed would need registers nothing
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("compiled_kv::")}
+    assert len(registered) >= 29
+    shown = "\n".join(path.read_text(encoding="utf-8") for path in GRAPHS.glob("dynamo/*.txt"))
+    assert {name for name in registered if f"{name.replace('::', '.')}(" not in shown} == set()
 
 
 @pytest.mark.parametrize("target", ["cuda:sm_80", "hip:gfx942"])
