@@ -22,17 +22,17 @@ from compiled_kv.replay.scenarios import Scenario, serving, story, trace, walk
 from compiled_kv.request_traces import read_trace, synthetic_trace
 
 
-def scenarios(steps: int, path: Path | None, modes: list[str], on: str) -> bool:
+def scenarios(steps: int, path: Path | None, modes: list[str], windows: list[int], on: str) -> bool:
     """Play the story, the trace and a random walk; whether no fault was found."""
     read = read_trace(path) if path else synthetic_trace(5000, seed=0)
     lengths = [(row.context, row.generated) for row in read]
     say(what="trace", file=str(path) if path else "synthetic", requests=len(lengths))
     sound = True
     for mode in modes:
-        for window in (None, 200):
-            given = serving(mode, page_size=16, max_context_len=2048, max_batch_size=16, window=window)
+        for window in windows:
+            given = serving(mode, page_size=16, max_context_len=2048, max_batch_size=16, window=window or None)
             for scenario in (story(given), trace(given, lengths, steps), walk(given, steps, seed=1)):
-                sound &= played(scenario, mode, window, on)
+                sound &= played(scenario, mode, window or None, on)
     say(what="scenarios", steps=steps, no_difference=sound)
     return sound
 
@@ -56,12 +56,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--trace", type=Path, help="without: a synthetic one")
     parser.add_argument("--modes", nargs="+", default=["decode", "verify"])
+    parser.add_argument("--windows", nargs="+", type=int, default=[0, 200], help="sliding windows in tokens; 0: none")
     parser.add_argument("--device", default="cuda", help="of the scenarios; cpu to try them")
     given = parser.parse_args()
     if given.device != "cpu":
         say(what="device name", name=torch.cuda.get_device_name(), torch=torch.__version__)
     if given.what == "scenarios":
-        sound = scenarios(given.steps, given.trace, given.modes, given.device)
+        sound = scenarios(given.steps, given.trace, given.modes, given.windows, given.device)
     else:
         sound = host() if given.what == "host" else device()
     sys.exit(not sound)

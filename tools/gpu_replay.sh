@@ -1,7 +1,7 @@
 #!/bin/bash
 # Everything about replay that needs a GPU: tests, the demo, long scenarios, host and device times. Results: $OUT (build).
 #   tools/gpu_replay.sh [tests|demo|scenarios|host|device|sanitizer|all] [trace.csv]
-# `all` leaves out the sanitizer. STEPS and MODES shorten or split the scenarios, e.g. STEPS=2000 MODES=verify. Without
+# `all` leaves out the sanitizer. STEPS, MODES and WINDOWS shorten or split the scenarios: MODES=verify WINDOWS=200. Without
 # a trace file, and with none in shared/traces here or beside the repository, lengths are drawn from its quantiles.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -34,7 +34,7 @@ wanted host && run host "$python" tools/gpu_replay.py host
 wanted device && run device "$python" tools/gpu_replay.py device
 # shellcheck disable=SC2086
 wanted scenarios && run scenarios "$python" tools/gpu_replay.py scenarios --steps "${STEPS:-20000}" \
-    ${trace:+--trace "$trace"} --modes ${MODES:-decode verify}
+    ${trace:+--trace "$trace"} --modes ${MODES:-decode verify} --windows ${WINDOWS:-0 200}
 if [ "$what" = sanitizer ]; then
     for tool in memcheck racecheck initcheck synccheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
