@@ -18,8 +18,14 @@ from compiled_kv.integrations.vllm.block_tables import (
     get_block_table_width,
     map_to_kernel_blocks,
 )
+from compiled_kv.integrations.vllm.compressed_slots import (
+    compute_kpool_tail_slot_mapping,
+    get_compressed_slot_mapping,
+)
 from compiled_kv.integrations.vllm.context_parallel import get_dcp_local_seq_lens
 from compiled_kv.integrations.vllm.draft_step import eagle_step_update_slot_mapping_and_metadata
+from compiled_kv.integrations.vllm.positions import prepare_pos_seq_lens
+from compiled_kv.integrations.vllm.table_views import expand_page_indices, mamba_get_block_table_tensor
 
 __all__ = [
     "NULL_BLOCK_ID",
@@ -27,8 +33,13 @@ __all__ = [
     "PAD_SLOT_ID",
     "BlockTable",
     "BlockTables",
+    "compute_kpool_tail_slot_mapping",
     "eagle_step_update_slot_mapping_and_metadata",
+    "expand_page_indices",
     "get_block_table_width",
+    "get_compressed_slot_mapping",
     "get_dcp_local_seq_lens",
+    "mamba_get_block_table_tensor",
     "map_to_kernel_blocks",
+    "prepare_pos_seq_lens",
 ]
