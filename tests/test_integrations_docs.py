@@ -13,7 +13,7 @@ import compiled_kv as ckv
 from tests.test_docs import PROGRAM, ROOT
 
 # Each page's own audit lines are recorded, so that its steps are those that the page runs.
-AUDITED = {"index": 1, "sglang": 2, "vllm": 1, "flashinfer_flashmla": 1}
+AUDITED = {"index": 1, "sglang": 2, "vllm": 1, "flashinfer_flashmla": 1, "tensorrt_llm": 1}
 
 
 @pytest.mark.parametrize("page", AUDITED)
