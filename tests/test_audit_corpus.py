@@ -72,8 +72,10 @@ def test_clean_step_has_no_finding(name: str, way: tuple[bool, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["frozen_length", "frozen_scale", "frozen_axis", "aliased_arguments", "cpu_lengths", "behind_column"]
-)
+    "name",
+    ["frozen_length", "frozen_scale", "frozen_axis", "frozen_loop", "aliased_arguments", "cpu_lengths", "behind_column",
+     "range_of_int", "range_behind_read", "while_number", "slices_of_list", "python_table"],
+)  # fmt: skip
 def test_hazard_is_found_with_sizes_free(name: str) -> None:
     step = hazards.HAZARDS[name]
     report = audit(step, *arguments(step), dynamic=True)
@@ -101,6 +103,13 @@ def test_an_error_behind_a_made_up_value_is_not_the_steps_own() -> None:
     report = audit(split, *arguments(hazards.HAZARDS["int_of"]))
     assert "host-read" in {each.rule for each in report.findings} and not report.ok
     assert any(text.startswith("what follows an error of torch's") for text in report.undecided)
+
+
+def test_docs_count_the_corpus() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "audit.md").read_text(encoding="utf-8")
+    assert f"holds {len(hazards.HAZARDS)} steps with planted hazards and {len(clean.CLEAN)} clean ones" in text
+    rows = re.findall(r"^\| [\w, -]+ \| (\d+) \| (\d+) \| \d+ \| \d+ \|$", text, re.MULTILINE)
+    assert sum(int(steps) for steps, _ in rows) == len(hazards.HAZARDS) and all(a == b for a, b in rows)
 
 
 def test_corpus_is_large_enough() -> None:

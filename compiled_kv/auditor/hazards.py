@@ -13,6 +13,8 @@ from compiled_kv.tracing.graphs import Graphs
 
 READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
 SHAPE_REMEDY = "keep the shape: torch.where or masked_fill over all rows, or a static bound and padding of -1"
+FRESH = "a tensor is made of Python numbers on the device here: a copy from the host in every step"
+FRESH_REMEDY = "make it once, outside the step, and keep it on the device (register_buffer), or build it with device="
 BREAK_REMEDY = "move it out of the step, or behind torch.compiler.is_compiling()"
 
 _READING_BREAKS = (
@@ -21,6 +23,8 @@ _READING_BREAKS = (
     "Data dependent operator",
     "Tensor.item()",
     "Could not guard on data",
+    "from data-dependent expression",  # a number that was read, where Python needs its value: range(n), table[n]
+    "builtin operator `range` with argument types ['Tensor'",
     "Pending unbacked symbols",  # a tensor where a number is wanted
 )
 _SHAPE_BREAKS = ("Dynamic shape operator", "nonzero", "DynamicOutputShape")
@@ -36,8 +40,17 @@ def graph_break(graphs: Graphs) -> Iterator[Finding]:
 def stopped(graphs: Graphs) -> Iterator[Finding]:
     """Where the trace ended early, under fullgraph=True above all."""
     lowered = len(graphs.aot) == len(graphs.dynamo)
-    if graphs.stopped is not None and lowered and (place := places.of_text(str(graphs.stopped))):
+    if graphs.stopped is None or not lowered:
+        return
+    if _makes_real_data(graphs.stopped):
+        yield Finding("host-to-device-copy", "error", *places.of_traceback(graphs.stopped), FRESH, FRESH_REMEDY)
+    elif place := places.of_text(str(graphs.stopped)):
         yield from _of_reason(str(graphs.stopped), *place)
+
+
+def _makes_real_data(error: BaseException) -> bool:
+    """Whether code between two graphs turned Python numbers into a tensor of the device, which is not here."""
+    return isinstance(error, NotImplementedError) and "Could not run 'aten::empty_strided'" in str(error)
 
 
 def _of_reason(reason: str, file: str, line: int) -> Iterator[Finding]:
@@ -48,7 +61,7 @@ def _of_reason(reason: str, file: str, line: int) -> Iterator[Finding]:
         message = "the size of the result depends on data: the host waits to learn it, and the graph breaks here"
         yield Finding("data-dependent-shape", "error", file, line, message, SHAPE_REMEDY)
     elif any(text in reason for text in _READING_BREAKS):
-        message = "the host waits for a value of the device here, and the graph breaks; only one branch was traced"
+        message = "Python needs a value of the device here: the host waits for it, and the graph breaks"
         yield Finding("host-read", "error", file, line, message, READ_REMEDY)
     else:
         yield Finding("graph-break", "error", file, line, f"the graph breaks here: {first}", BREAK_REMEDY)
@@ -96,17 +109,15 @@ def _gone(operator: str, place: places.Place) -> Finding:
 
 def host_to_device_copy(graphs: Graphs) -> Iterator[Finding]:
     """Fresh data that travels from the host to the device in every step."""
-    remedy = "make it once, outside the step, and keep it on the device (register_buffer), or build it with device="
     for node in counts.nodes(graphs.aot):
         source = [value for value in map(counts.value_of, node.all_input_nodes) if isinstance(value, Tensor)]
         if node.op == "call_function" and _is_on(node, "cuda") and _moves(node) and any(_on(v, "cpu") for v in source):
             message = f"{tensor_text(source[-1])} is copied from the host to the device here, in every step"
-            yield Finding("host-to-device-copy", "error", *places.of_node(node), message, remedy)
+            yield Finding("host-to-device-copy", "error", *places.of_node(node), message, FRESH_REMEDY)
     for node in counts.nodes(graphs.dynamo):
         fresh = counts.operator_name(node) in ("tensor", "as_tensor") and not node.all_input_nodes
-        if node.op == "call_function" and fresh and _is_on(node, "cuda"):
-            message = "a tensor is made of Python numbers on the device here: a copy from the host in every step"
-            yield Finding("host-to-device-copy", "error", *places.of_node(node), message, remedy)
+        if node.op == "call_function" and (fresh or counts.lists_of(node)) and _is_on(node, "cuda"):
+            yield Finding("host-to-device-copy", "error", *places.of_node(node), FRESH, FRESH_REMEDY)
 
 
 def cpu_tensor(graphs: Graphs) -> Iterator[Finding]:
@@ -179,6 +190,7 @@ def _on(value: object, kind: str) -> bool:
 
 def first_sentence(text: str) -> str:
     """The first line of one of torch's messages, no longer than its first sentence."""
+    text = text.rpartition("Graph break encountered:")[2]  # what comes before says what became of the function
     line = next(iter(text.strip().splitlines()), "")
     return line.partition(". ")[0].rstrip(".")
 

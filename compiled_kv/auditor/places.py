@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 
 import torch
@@ -21,6 +22,12 @@ def of_text(text: str) -> Place | None:
     users = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
     outside = [frame for frame in users if not frame[0].startswith(_OWN)]
     return next(iter(reversed(outside or users)), None)
+
+
+def of_traceback(error: BaseException) -> Place:
+    """The innermost frame that raised `error` and is neither torch's nor this package's."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return of_text(frames) or ("", 0)
 
 
 def of_node(node: fx.Node) -> Place:

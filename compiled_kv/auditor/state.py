@@ -28,7 +28,7 @@ def hidden_copy(graphs: Graphs) -> Iterator[Finding]:
             base = places.base_of(copy.node.args[0])  # type: ignore[arg-type]
             message = f"hidden copy of {_bytes(copy)} for argument {name_of(base)}"
             yield Finding("hidden-copy", "warning", *places.of_node(copy.node), message, remedy)
-        elif copy.operator == "aten.copy_" and _is_scatter(copy.node.args[1]):
+        elif copy.operator == "aten.copy_" and _is_scatter(copy.node.args[1]) and not _is_between(copy.node.args[0]):
             message = f"hidden copy of {_bytes(copy)}: argument {name_of(copy.node.args[0])} is written back whole"
             yield Finding("hidden-copy", "warning", *places.of_node(copy.node), message, remedy)
 
@@ -49,7 +49,7 @@ def mutated_input(graphs: Graphs) -> Iterator[Finding]:
     remedy = "register it as a buffer of a module (compiled_kv's buffers do), or capture the step by hand"
     for node in _writes(graphs):
         target: Any = node.args[0]
-        if not target.meta.get("compiled_kv_static"):
+        if not target.meta.get("compiled_kv_static") and not _is_between(target):
             message = f'argument {name_of(target)} is written in place; mode="reduce-overhead" skips CUDA graphs for it'
             yield Finding("mutated-input", "warning", *places.of_node(node), message, remedy)
 
@@ -142,6 +142,11 @@ def _writes_of(graph: fx.GraphModule) -> Iterator[fx.Node]:
     for node in graph.graph.nodes:
         if counts.operator_name(node) == "aten.copy_" and getattr(node.args[0], "op", "") == "placeholder":
             yield node
+
+
+def _is_between(node: Any) -> bool:
+    """Whether an input is what an earlier graph of the same call made: the break's doing, and no argument."""
+    return bool(node.meta.get("compiled_kv_between"))
 
 
 def _is_scatter(node: Any) -> bool:

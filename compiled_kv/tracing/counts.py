@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,14 @@ def operator_name(node: fx.Node) -> str:
     if isinstance(target, str):
         return target
     return getattr(target, "__name__", str(target))
+
+
+def lists_of(node: fx.Node) -> list[list[int]]:
+    """The lists of Python numbers that a tensor of an accelerator is indexed with at `node`, as in `x[[2, 0]]`."""
+    if node.target is not operator.getitem or _device(node) in ("", "cpu", "meta"):
+        return []
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return [each for each in index if isinstance(each, list) and each and all(isinstance(n, int) for n in each)]
 
 
 def is_wrapped_number(node: fx.Node) -> bool:

@@ -80,11 +80,14 @@ class Recorder(logging.Handler):
 
     def guards(self, guards: Any) -> None:
         """What dynamo calls with the guards of each graph."""
+        stacks = {guard.name: guard.user_stack for guard in guards if guard.user_stack}
         for guard in guards:
             for code in guard.code_list or ():
                 match = _NUMBER.fullmatch(code)
                 if match and match[1] in self.parameters:
-                    frames = [(frame.filename, frame.lineno or 0) for frame in guard.user_stack or ()]
+                    # Of a number that was free first and then fixed, the guard does not say where: its first use does.
+                    stack = guard.user_stack or stacks.get(f"L['{match[1]}']", ())
+                    frames = [(frame.filename, frame.lineno or 0) for frame in stack]
                     self.frozen.append(Frozen(match[1], match[2], *innermost(frames)))
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -109,18 +112,21 @@ class Recorder(logging.Handler):
             if counts.is_launch(node):
                 counts.kernel_behind(node)
         self.aot.append(graph)
+        settled = graph
         try:
-            self.settled.append(counts.reused(graph))
+            self.settled.append(settled := counts.reused(graph))
         except Exception:  # Inductor's pass is no public face: without it copies are unknown, and said to be
             logging.getLogger(__name__).warning("copies are unknown: Inductor's reinplacing failed", exc_info=True)
-        return self._watched(graph)
+        return self._watched(graph, settled)
 
-    def _watched(self, graph: fx.GraphModule) -> Callable[..., Any]:
+    def _watched(self, graph: fx.GraphModule, settled: fx.GraphModule) -> Callable[..., Any]:
         """`graph`, and a look at whether an argument is what a graph returned in an earlier call."""
-        inputs = graph.graph.find_nodes(op="placeholder")
+        inputs, copied = (each.graph.find_nodes(op="placeholder") for each in (graph, settled))
 
         def run(*args: Any) -> Any:
             given = {_storage(value) for value in args}
+            for node, twin, value in zip(inputs, copied, args, strict=True):
+                node.meta["compiled_kv_between"] = twin.meta["compiled_kv_between"] = _storage(value) in self.pending
             self.fed_back += [node for node, value in zip(inputs, args, strict=True) if _storage(value) in self.outputs]
             results = graph.forward(*args)
             fresh = {_storage(value): value for value in results if _storage(value) not in given}
@@ -153,8 +159,10 @@ class Recorder(logging.Handler):
         """A Python number among the arguments that the graph takes as an input, whose value a trace leaves open."""
         name = str(node.meta["compiled_kv_name"]).removeprefix("L_").removesuffix("_")
         is_number = counts.is_wrapped_number(node) or isinstance(counts.value_of(node), _NUMBERS)
-        node.meta["compiled_kv_number"] = is_number and name in self.parameters
-        if node.meta["compiled_kv_number"]:
+        is_argument = is_number and name in self.parameters
+        # A later graph of the same call gets as inputs what Python holds between the two.
+        node.meta["compiled_kv_number"] = is_argument or (is_number and len(self.dynamo) > 1)
+        if is_argument:
             frames = [_FRAME.findall(user.meta.get("stack_trace") or "") for user in node.users]
             places = [innermost([(file, int(line)) for file, line in each]) for each in frames if each]
             self.frozen.append(Frozen(name, "", *(places[0] if places else ("", 0)), is_input=True))
@@ -172,10 +180,16 @@ def _torchs_loggers() -> Iterator[logging.Logger]:
 
 
 def _without_literals(graph: fx.GraphModule) -> fx.GraphModule:
-    """`torch.tensor(0.5, device="cuda")` as a fill: AOTAutograd cannot make such a tensor where there is no GPU."""
-    if torch.cuda.is_available() or not any(map(_is_literal, graph.graph.nodes)):
+    """`torch.tensor(0.5, device="cuda")` as a fill: AOTAutograd cannot make such a tensor where there is no GPU.
+
+    The same for the tensor behind `x[[0]]`.
+    """
+    if torch.cuda.is_available() or not any(_is_literal(node) or counts.lists_of(node) for node in graph.graph.nodes):
         return graph
     copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in copied.graph.nodes:
+        if counts.lists_of(node):
+            _fill_lists(node)
     for node in filter(_is_literal, copied.graph.nodes):
         made = counts.value_of(node)
         number = node.args[0]
@@ -185,6 +199,22 @@ def _without_literals(graph: fx.GraphModule) -> fx.GraphModule:
         node.kwargs = {"dtype": made.dtype, "device": made.device}
     copied.recompile()
     return copied
+
+
+def _fill_lists(node: fx.Node) -> None:
+    """Write an index that is a list of one number as a fill."""
+    source, index = node.args
+    items = index if isinstance(index, tuple) else (index,)
+    device = counts.value_of(source).device
+    with node.graph.inserting_before(node):
+        kwargs = {"dtype": torch.int64, "device": device}
+        filled = [
+            node.graph.call_function(torch.full, ((1,), item[0]), kwargs)
+            if item in counts.lists_of(node) and len(item) == 1
+            else item
+            for item in items
+        ]
+    node.args = (source, tuple(filled) if isinstance(index, tuple) else filled[0])
 
 
 def _is_literal(node: fx.Node) -> bool:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.audit_corpus.library import Router, drop_padding, longest
+from tests.audit_corpus.numbers import NUMBERS
 from tests.toy_op import bump_out, bump_pair_out
 
-HAZARDS: dict[str, Any] = {}
+HAZARDS: dict[str, Any] = dict(NUMBERS)
 
 
 def hazard(step: Any) -> Any:
