@@ -16,6 +16,10 @@ def _whole(pool: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
     return torch.where(torch.arange(64, device=lens.device) < lens[:, None], pool[rows], 0)
 
 
+def _scaled(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
 def _arguments(batch_size: int) -> tuple[Tensor, ...]:
     return (
         torch.zeros(8, 64, dtype=torch.int32),
@@ -30,6 +34,10 @@ def reading(batch_size: int = 4) -> Any:
 
 def whole(batch_size: int = 4) -> Any:
     return _whole, _arguments(batch_size)
+
+
+def scaled() -> Any:
+    return _scaled, (torch.zeros(4),)
 
 
 def fixed_size() -> Any:

@@ -39,6 +39,13 @@ def test_fail_on_decides_what_counts() -> None:
     assert run("tests.audit_entry:whole", "--batch-sizes", "4,5,16,33", "--dynamic")[0] == 0
 
 
+def test_a_read_that_scalar_capture_hides_is_found_without_it() -> None:
+    with_capture = run("tests.audit_entry:scaled")
+    assert with_capture[0] == 0 and "ok with scalars captured" in " ".join(with_capture[1].split())
+    status, text = run("tests.audit_entry:scaled", "--no-capture-scalars")
+    assert status == 1 and "host-read" in text and "not ok: 1 error" in text
+
+
 def test_json_holds_the_report() -> None:
     report = json.loads(run("tests.audit_entry:reading", "--json")[1])
     assert report["ok"] is False and report["graphs"] == 1

@@ -41,13 +41,17 @@ def writable(_: click.Context, __: click.Parameter, path: Path | None) -> Path |
 @click.option("--dynamic/--static", default=None, help="torch.compile's dynamic; neither: what a first call does")
 @click.option("--batch-sizes", callback=sizes, help="call FUNCTION(size) and the step for each, e.g. 2,4,8")
 @click.option("--fullgraph", is_flag=True, help="compile the step with fullgraph=True too")
+@click.option(
+    "--capture-scalars/--no-capture-scalars", default=True, show_default=True,
+    help="torch's capture_scalar_outputs; without: what plain torch.compile makes of the step is judged too",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
 @click.option("--html", type=click.Path(path_type=Path), callback=writable, help="write the report as one page")
 @click.option("--no-measure", is_flag=True, help="leave the step unrun where the target's device is here")
 @click.option("--fail-on", type=click.Choice(SEVERITIES), default="warning", show_default=True)
 def command(
-    entry: str, target: str, dynamic: bool | None, batch_sizes: list[int], fullgraph: bool, as_json: bool,
-    html: Path | None, no_measure: bool, fail_on: str,
+    entry: str, target: str, dynamic: bool | None, batch_sizes: list[int], fullgraph: bool,
+    capture_scalars: bool, as_json: bool, html: Path | None, no_measure: bool, fail_on: str,
 ) -> None:  # fmt: skip
     """Audit the step that FUNCTION returns, as (step, arguments): does it compile whole, and what keeps it from that?
 
@@ -57,7 +61,7 @@ def command(
         first, *others = examples(load(entry), batch_sizes)
         report = audit(
             first.step, *first.args, target=target, dynamic=dynamic, fullgraph=fullgraph,
-            batches=[each.args for each in others], **first.kwargs,
+            capture_scalars=capture_scalars, batches=[each.args for each in others], **first.kwargs,
         )  # fmt: skip
         if not no_measure:
             report = _beside_the_device(report, entry, target, batch_sizes, dynamic)
