@@ -264,3 +264,27 @@ def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *
     store(indptr, out[0][:num_steps, : len(branches) + 1])
     store(indices, out[1][:num_steps])
     return out
+
+
+def place_tokens_(positions: Tensor, held: Tensor, cu_seqlens_q: Tensor, *, req_pool_indices: Tensor | None = None,
+                  counted: bool = False, batch_indices: Tensor | None = None,
+                  seq_lens: Tensor | None = None) -> Any:  # fmt: skip
+    """positions, batch_indices and seq_lens of a ragged step."""
+    bounds, pool, places = cu_seqlens_q.tolist(), held.tolist(), positions.tolist()
+    batch = len(bounds) - 1
+    rows = list(range(batch)) if req_pool_indices is None else req_pool_indices.tolist()
+    lengths, entries = [0] * (batch if seq_lens is None else len(seq_lens)), [-1] * len(places)
+    for i, row in enumerate(rows):
+        tokens = range(bounds[i], min(bounds[i + 1], len(places)))
+        for token in tokens:
+            entries[token] = i
+        if 0 <= row < len(pool):
+            fresh, length = bounds[i + 1] - bounds[i], min(max(pool[row], 0), INT32_MAX)
+            first = length - fresh if counted else length
+            lengths[i] = min(first + fresh, INT32_MAX)
+            for token in tokens:
+                places[token] = min(first + token - bounds[i], INT32_MAX)
+    store(places, positions)
+    store(entries, batch_indices)
+    store(lengths, seq_lens)
+    return positions, batch_indices, seq_lens

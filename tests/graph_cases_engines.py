@@ -13,6 +13,7 @@ from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.draft_steps import advance_draft, advance_draft_
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
 from compiled_kv.group_slots import group_slot_mappings
+from compiled_kv.token_positions import place_tokens_
 from tests.graph_cases import BATCH, FULL_TO_SWA, LAYOUT, LENS, PAGE_MAP, ROWS, WINDOWED, B, Case, P, R, T
 from tests.graph_cases import i32 as ints
 from tests.graph_cases import i64 as longs
@@ -108,6 +109,16 @@ def advance_in_place(positions: Tensor, block_table: Tensor, seq_lens: Tensor, s
     return advance_draft_(positions, block_table, seq_lens, slot_mapping, page_size=64, max_context_len=1024)
 
 
+def place(positions: Tensor, held: Tensor, cu_seqlens_q: Tensor, batch_indices: Tensor) -> Any:
+    return place_tokens_(positions, held, cu_seqlens_q, counted=True, batch_indices=batch_indices)
+
+
+def place_by_row(
+    positions: Tensor, held: Tensor, cu_seqlens_q: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
+) -> Any:
+    return place_tokens_(positions, held, cu_seqlens_q, req_pool_indices=req_pool_indices, seq_lens=seq_lens)
+
+
 def group_slots(
     block_tables: Tensor, block_sizes: Tensor, req_pool_indices: Tensor, cu_seqlens_q: Tensor, positions: Tensor
 ) -> Tensor:
@@ -185,6 +196,10 @@ ENGINE_CASES: dict[str, dict[str, Case]] = {
     "advance_draft": {
         "functional": Case(advance, (longs(B), ints(B, P), LENS)),
         "in place": Case(advance_in_place, (longs(B), ints(B, P), ints(B), longs(B))),
+    },
+    "place_tokens": {
+        "counted, in place": Case(place, (ints(T), LENS, ints(B + 1), ints(T))),
+        "by pool row, in place": Case(place_by_row, (longs(T), ints(R), ints(B + 1), ROWS, ints(ROOM))),
     },
     "group_slot_mappings": {
         "functional": Case(group_slots, QUERIES),

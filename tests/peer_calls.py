@@ -20,6 +20,7 @@ from compiled_kv.draft_steps import advance_draft, advance_draft_
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
 from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.layout import KVLayout
+from compiled_kv.token_positions import place_tokens_
 from tests.harness import POISON, _moved, around, poisoned
 
 BATCHES = (0, 1, 2, 3, 5, 9)  # of up to three chunks, where interpreted kernels take four rows at a time
@@ -222,7 +223,22 @@ def draw_draft_kv_indices(draw: Draw) -> dict[str, Any]:
     }
 
 
-IN_PLACE = ("advance_draft_", "fill_kv_indices")
+def draw_place_tokens_(draw: Draw) -> dict[str, Any]:
+    batch, rows, mapped = draw.choice(BATCHES), draw.randrange(4), draw.random() < 0.5
+    counts = [draw.randrange(4) for _ in range(batch)]
+    tokens = max(sum(counts) + draw.choice((-1, 0, 0, 2)), 0)
+    return {
+        "positions": draw.out(draw.choice((torch.int32, torch.int64)), tokens),
+        "held": draw.ints(0, 20, rows if mapped else batch),
+        "cu_seqlens_q": draw.plain([sum(counts[:i]) for i in range(batch + 1)]),
+        "req_pool_indices": draw.ints(-1, max(rows, 1), batch) if mapped else None,
+        "counted": draw.random() < 0.5,
+        "batch_indices": draw.maybe(draw.out(torch.int32, tokens)),
+        "seq_lens": draw.maybe(draw.out(torch.int32, batch + draw.randrange(3))),
+    }
+
+
+IN_PLACE = ("advance_draft_", "fill_kv_indices", "place_tokens_")
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[Draw], dict[str, Any]]]] = {
@@ -234,6 +250,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[Draw], dict[str, Any]]]] = 
     "draft_kv_indices": (draft_kv_indices, draw_draft_kv_indices),
     "advance_draft": (advance_draft, draw_advance_draft),
     "advance_draft_": (advance_draft_, draw_advance_draft_),
+    "place_tokens_": (place_tokens_, draw_place_tokens_),
 }
 
 

@@ -30,7 +30,7 @@ GRAPHS = Path(__file__).parent.parent / "graphs"
 TARGETS = ("cuda:sm_90", "cpu")
 SIZES = {"static": False, "dynamic": True}
 CASES = graph_cases.CASES | ENGINE_CASES
-IN_PLACE = ("update_metadata", "write_metadata", "fill_kv_indices")
+IN_PLACE = ("update_metadata", "write_metadata", "fill_kv_indices", "place_tokens")
 
 
 @cache

@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("prepare_pos_seq_lens", (ints(3), ints(3), ints(5), out(4), out(3, torch.int32)), ValueError,
      "the length of query_start_loc must be at least 4, got 3"),
     ("prepare_pos_seq_lens", (ints(3), ints(4), ints(5), out(4), out(2, torch.int32)), ValueError,
-     "the length of seq_lens must be at least 3, got 2"),
+     "seq_lens must have at least 3 entries, got 2"),
     ("prepare_pos_seq_lens", (ints(3), ints(4), ints(5), out(4), out(3)), TypeError,
      "seq_lens must be int32, got int64"),
     ("compute_kpool_tail_slot_mapping", (ints(4), ints(2, 1), ints(4), ints(4), 4, 3, 2, out(4)), ValueError,

@@ -42,6 +42,7 @@ OUTPUTS = {
     "kv_last_page_len_ptr": "*i32",
     "next_positions_ptr": "*i64",
     "next_seq_lens_ptr": "*i32",
+    "batch_indices_ptr": "*i32",
 }
 INTS = {
     "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "seq_stride", "q_stride",
@@ -52,7 +53,7 @@ INTS = {
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
     "indptr_stride", "capacity", "branch_stride", "indptr_row_stride", "indices_row_stride", "topk", "num_steps",
-    "sinks",
+    "sinks", "num_rows",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -62,6 +63,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "PAGE_MAP": (False, True),
     "WINDOWED": (True, False),
     "CLEAR": (True, False),
+    "COUNTED": (False, True),
     "DEBUG": (False, True),
     "PDL": (False, True),
     "UNIT_STRIDE": (True, False),
@@ -90,6 +92,7 @@ READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
 NEEDED_BY = {
     "_translate_slots_kernel": {"slots_ptr"},
     "_group_slot_mappings_kernel": {"cu_seqlens_q_ptr"},
+    "_place_tokens_kernel": {"cu_seqlens_q_ptr"},
 }
 OPTIONAL_BY = {
     "_advance_draft_kernel": [{"next_positions_ptr", "next_seq_lens_ptr"}],
@@ -97,6 +100,7 @@ OPTIONAL_BY = {
     "csr_kernel": [{"given_indptr_ptr"}, {"map_ptr"}, {"kv_indptr_ptr", "kv_last_page_len_ptr"}],
     "_gather_block_tables_kernel": [{"reach_ptr", "block_sizes_ptr", "computed_ptr"}],
     "_group_slot_mappings_kernel": [{"sharded_ptr"}],
+    "_place_tokens_kernel": [{"req_pool_indices_ptr"}, {"batch_indices_ptr"}, {"next_seq_lens_ptr"}],
     "write_metadata_kernel": [{"cache_seqlens_ptr", "cu_k_ptr"}, {"cu_q_ptr"}, {"page_map_ptr"},
                               {"page_table_ptr", "swa_page_table_ptr"}],
 }  # fmt: skip

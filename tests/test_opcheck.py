@@ -24,6 +24,7 @@ PEERS = {
     *("compiled_kv::csr_tables", "compiled_kv::csr_tables_out", "compiled_kv::fill_kv_indices"),
     *("compiled_kv::draft_kv_indices", "compiled_kv::draft_kv_indices_out"),
     *("compiled_kv::advance_draft", "compiled_kv::advance_draft_in_place"),
+    "compiled_kv::place_tokens_in_place",
 }
 SAMPLES = {
     "plain": CASES["plain"],

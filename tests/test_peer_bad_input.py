@@ -77,6 +77,9 @@ def good(operator: str) -> dict[str, Any]:
         case "advance_draft_":
             given = {"positions": out(3, dtype=i64), "seq_lens": out(3), "slot_mapping": out(5, dtype=i64)}
             return given | {"block_table": ints(3, 4), "page_size": 4, "max_context_len": 16}
+        case "place_tokens_":
+            given = {"positions": out(5, dtype=i64), "batch_indices": out(5), "seq_lens": out(4)}
+            return given | {"held": ints(6), "cu_seqlens_q": ints(4), "req_pool_indices": ints(3)}
     raise AssertionError(operator)
 
 
@@ -130,6 +133,12 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no-context": ("advance_draft", {"max_context_len": 0}, ValueError, "max_context_len must be at least 1, got 0"),
     "slots-for-fewer-rows": ("advance_draft", {"num_tokens": 2}, ValueError, "num_tokens must be at least 3, got 2"),
     "lengths-of-int64": ("advance_draft_", {"seq_lens": ints(3)}, TypeError, "seq_lens must be int32, got int64"),
+    "bounds-of-nothing": ("place_tokens_", {"cu_seqlens_q": ints(0)}, ValueError, "the length of cu_seqlens_q must be at least 1, got 0"),
+    "rows-of-another-batch": ("place_tokens_", {"req_pool_indices": ints(2)}, ValueError, "req_pool_indices must be [B] with B=3, got [2]"),
+    "held-by-other-rows": ("place_tokens_", {"req_pool_indices": None}, ValueError, "held must be [B] with B=3, got [6]"),
+    "entries-of-int64": ("place_tokens_", {"batch_indices": ints(5)}, TypeError, "batch_indices must be int32, got int64"),
+    "entries-for-other-tokens": ("place_tokens_", {"batch_indices": out(4)}, ValueError, "batch_indices must be [T] with T=5, got [4]"),
+    "too-few-entries": ("place_tokens_", {"seq_lens": out(2)}, ValueError, "seq_lens must have at least 3 entries, got 2"),
     "more-tokens-than-slots": ("advance_draft_", {"num_tokens": 6}, ValueError, "num_tokens must be at most 5, got 6"),
 }  # fmt: skip
 
@@ -147,7 +156,7 @@ def test_bad_input_is_refused_in_one_sentence(case: str) -> None:
     with pytest.raises(error) as refused:
         CALLS[operator][0](**given)
     assert str(refused.value).startswith(sentence)
-    for name in ("out", "kv_indices", "positions", "seq_lens", "slot_mapping"):
+    for name in ("out", "kv_indices", "positions", "seq_lens", "slot_mapping", "batch_indices"):
         for tensor in outputs(given.get(name)):
             whole = around(tensor)
             assert (whole == POISON.get(whole.dtype, 0)).all() or (whole == 0).all(), f"{name} was written"
@@ -165,6 +174,7 @@ OVERLAPS = {
     "csr_tables": ("kv_lens", lambda given: given["out"][2], "kv_last_page_len"),
     "fill_kv_indices": ("kv_lens", lambda given: given["kv_indices"][:3], "kv_indices"),
     "draft_kv_indices": ("seq_lens", lambda given: given["out"][1][0, :3], "kv_indices"),
+    "place_tokens_": ("held", lambda given: given["positions"], "positions"),
     "advance_draft_": ("seq_lens", lambda given: given["positions"].view(i32)[:3], "positions|seq_lens"),
 }
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_int
 from compiled_kv.csr import Csr, csr_tables
-from compiled_kv.integrations.layouts import row_of_token
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.metadata_parts import DecodeMetadata
-from compiled_kv.rows_cpu import gather
+from compiled_kv.token_positions import place_tokens_
 
 MLA_TOKEN_ALIGNMENT = 128
 
@@ -91,8 +90,6 @@ def get_batch_indices_positions(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Request and position of each token to append, for `append_paged_kv_cache`.
 
-    Plain torch, a kernel or two where the step around it is compiled.
-
     Args:
         append_indptr: int [B + 1], non-decreasing from 0: new tokens of each request.
         seq_lens: int [B], tokens of each request, the new ones counted: these are its last.
@@ -109,21 +106,13 @@ def get_batch_indices_positions(
     sizes = _check_rows("append_indptr", append_indptr, "seq_lens", seq_lens)
     check_int("nnz", nnz, 0, UNBOUNDED)
     sizes.named["nnz"] = nnz
-    out = {"batch_indices": batch_indices, "positions": positions}
-    given = {name: tensor for name, tensor in out.items() if tensor is not None}
-    for name, tensor in given.items():
-        sizes.check_output(name, tensor, INT32, "nnz")
-    check_distinct(given, {"append_indptr": append_indptr, "seq_lens": seq_lens})
-    token = torch.arange(nnz, device=seq_lens.device)
-    row = row_of_token(append_indptr, token)
-    owned = row < seq_lens.shape[0]
-    place = token + gather(seq_lens, row, owned) - gather(append_indptr, row + 1, owned)
-    indices = torch.where(owned, row, -1).int()
-    places = torch.where(owned, place.int(), 0 if positions is None else positions)
-    return (
-        indices if batch_indices is None else batch_indices.copy_(indices),
-        places if positions is None else positions.copy_(places),
-    )
+    for name, given in {"batch_indices": batch_indices, "positions": positions}.items():
+        if given is not None:
+            sizes.check_output(name, given, INT32, "nnz")
+    made = seq_lens.new_empty((nnz,), dtype=torch.int32) if batch_indices is None else batch_indices
+    places = seq_lens.new_zeros((nnz,), dtype=torch.int32) if positions is None else positions
+    place_tokens_(places, seq_lens, append_indptr, counted=True, batch_indices=made)
+    return made, places
 
 
 def _check_rows(name: str, indptr: Tensor, lengths_name: str, lengths: Tensor) -> Sizes:

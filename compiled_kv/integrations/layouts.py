@@ -1,11 +1,10 @@
-"""What the layers share: the layout that a call's own tensors imply, functions called as kernels are, tokens' rows."""
+"""What the layers share: the layout that a call's own tensors imply, and functions called the way kernels are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec
 
-import torch
 from torch import Tensor
 
 from compiled_kv.layout import INT32_MAX, KVLayout
@@ -33,9 +32,3 @@ def check_stride(name: str, given: int, tensor: Tensor, of: str) -> None:
     """Refuse a row stride passed beside a tensor that has another."""
     if given != tensor.stride(0):
         raise ValueError(f"{name} must be the row stride of {of}, {tensor.stride(0)}, got {given}")
-
-
-def row_of_token(bounds: Tensor, token: Tensor) -> Tensor:
-    """Row whose interval of `bounds` [B + 1], non-decreasing, holds each token; B behind the last one. int64."""
-    # In the dtype of the bounds, which a compiled search then reads where they lie.
-    return torch.searchsorted(bounds[1:].contiguous(), token.to(bounds.dtype), right=True)

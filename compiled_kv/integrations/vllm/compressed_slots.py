@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_int
-from compiled_kv.integrations.layouts import row_of_token
 from compiled_kv.integrations.vllm.block_tables import NULL_BLOCK_ID, PAD_SLOT_ID
 from compiled_kv.integrations.vllm.positions import first_bounds
 from compiled_kv.lengths import UNBOUNDED
@@ -55,7 +54,7 @@ def compute_kpool_tail_slot_mapping(
         check_distinct({"out": out}, inputs if out is slot_mapping else {**inputs, "slot_mapping": slot_mapping})
     token = iota(slot_mapping.shape[0], slot_mapping)
     is_actual = token < num_actual_tokens
-    request = row_of_token(bounds, token).clamp(max=num_reqs - 1)
+    request = _request_of(bounds, token).clamp(max=num_reqs - 1)
     block = page_of(gather_rows(block_table, request, torch.zeros_like(request), is_actual), 1)
     position = gather(positions, token, is_actual)
     slot = torch.where((block > NULL_BLOCK_ID) & (position >= 0), block * kpool + position % kpool, PAD_SLOT_ID)
@@ -97,7 +96,7 @@ def get_compressed_slot_mapping(
     for name, value in {**least, "cp_interleave": cp_interleave}.items():
         check_int(name, value, 1, UNBOUNDED)
     token = iota(num_tokens, slot_mapping)
-    request = row_of_token(bounds, token)
+    request = _request_of(bounds, token)
     owned = request < seq_lens.shape[0]
     position = gather(seq_lens, request, owned) - gather(bounds, request + 1, owned) + token
     completes = owned & (position >= 0) & ((position + 1) % compress_ratio == 0) & (slot_mapping[:num_tokens] >= 0)
@@ -105,3 +104,9 @@ def get_compressed_slot_mapping(
     entry = floor_div(local, compress_ratio)
     block = page_of(gather_rows(block_table, request, floor_div(entry, block_size), completes), 1)
     return torch.where(block < 0, PAD_SLOT_ID, block * block_size + entry % block_size)
+
+
+def _request_of(bounds: Tensor, token: Tensor) -> Tensor:
+    """Request whose interval of `bounds` [B + 1] holds each token, B behind the last one; int64."""
+    # In the dtype of the bounds, which a compiled search then reads where they lie.
+    return torch.searchsorted(bounds[1:].contiguous(), token.to(bounds.dtype), right=True)
