@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.staging import Ring
 from compiled_kv.updates import clear_held, new_held, update_metadata
 from compiled_kv.windows import check_map
+
+RingKind = TypeVar("RingKind", bound=Ring)
+REMEMBERED = (list, tuple)
 
 
 class DecodeBuffers(nn.Module):
@@ -115,11 +118,15 @@ class DecodeBuffers(nn.Module):
             self.register_buffer(name, made, persistent=False)
         self.register_buffer("held", new_held(self.layout, batch_size, device), persistent=False)
 
+    def new_ring(self, kind: type[RingKind]) -> RingKind:
+        """Lines of the host's for these inputs, of the kind that is asked for."""
+        sizes = [end - begin for name, (begin, end) in self._places.items() if name != "num_reqs"]
+        return kind(self.inputs, sizes, unsigned=2)
+
     def _bind(self) -> Ring:
         """Make the host's side, for the device that the buffers are on and the stream that is current."""
         device = self.inputs.device
-        sizes = [end - begin for name, (begin, end) in self._places.items() if name != "num_reqs"]
-        self._ring = ring = Ring(self.inputs, sizes, unsigned=2)
+        self._ring = ring = self.new_ring(Ring)
         self._device_index = device.index
         self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         return ring
@@ -216,7 +223,7 @@ class DecodeBuffers(nn.Module):
 
     def load(self, batch: DecodeBatch) -> int:
         """Refresh the inputs, with one copy to the device or, where the batch is there already, none; the rest is
-        padding.
+        padding. DecodeGraphs sends no copy: its graphs fetch the batch.
 
         Returns:
             The number of requests.
@@ -235,6 +242,8 @@ class DecodeBuffers(nn.Module):
         if isinstance(rows, Tensor):
             return self._load_tensors(batch)
         size, kind = len(rows), type(rows)
+        # Rows and generations of most steps are those of the step before.
+        is_steady = token_ids is None and kind in REMEMBERED and ring.kept == (rows, generations)
         try:
             # A glance at a plain batch, and no call but what packs it: this is most of what a step costs the host.
             # Negative rows and lengths are left to the packing, which refuses them.
@@ -244,12 +253,15 @@ class DecodeBuffers(nn.Module):
                 and type(seq_lens) is type(generations) is kind
                 and len(seq_lens) == len(generations) == size <= self.max_batch_size
                 and (token_ids is None or (type(token_ids) is kind and len(token_ids) <= size * self.q_len))
-                and (size == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
+                and (size == 0 or ((is_steady or max(rows) < self._pool_rows) and max(seq_lens) <= self._longest))
             ):
-                tokens = () if token_ids is None else token_ids
-                packer, line = ring.next((size, size, size) if token_ids is None else (size, size, size, len(tokens)))
-                packer.pack_into(line, 0, size, *rows, *seq_lens, *generations, *tokens)
-                ring.turn = ring.filling
+                if is_steady:
+                    ring.fill_second(seq_lens)
+                else:
+                    fields = (rows, seq_lens, generations)
+                    ring.fill(size, fields if token_ids is None else (*fields, token_ids))
+                    if kind in REMEMBERED:
+                        ring.keep(rows, generations)
             else:
                 check_batch(self, batch)
                 ring.fill(size, [values for values in batch if values is not None])

@@ -14,6 +14,7 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -32,17 +33,24 @@ class Ring:
         target: int64 [n], on any device, what lines are copied to.
         sizes: the most numbers of each field; the count and they fill a line.
         unsigned: how many of the first fields take no negative number.
+        header: numbers in front of each line, which filling leaves alone.
     """
 
-    def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0) -> None:
+    def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0, header: int = 0) -> None:
         # Weak: whoever looks into a module for its tensors is to find this one where it is registered.
         self.target, self.on_cuda, self.turn = weakref.ref(target), target.device.type == "cuda", -1
         self.filling = -1
-        self.sizes, self.unsigned = sizes, unsigned
+        self.sizes, self._kinds = sizes, "Q" * unsigned + "q" * (len(sizes) - unsigned)
         count = 2 * HALF if self.on_cuda else 1
-        self.lines = [torch.zeros(len(target), dtype=torch.int64, pin_memory=self.on_cuda) for _ in range(count)]
-        self.memory = [(ctypes.c_char * (8 * len(target))).from_address(line.data_ptr()) for line in self.lines]
+        self.block = torch.zeros(count, header + len(target), dtype=torch.int64, pin_memory=self.on_cuda)
+        self.lines = list(self.block)
+        length = 8 * len(target)
+        self.memory = [(ctypes.c_char * length).from_address(line[header:].data_ptr()) for line in self.lines]
         self.packers: dict[tuple[int, ...], struct.Struct] = {}
+        self.kept: tuple[Any, Any] | None = None
+        self.version, self.stamps = 1, [0] * count
+        self.second: dict[int, struct.Struct] = {}
+        self.second_at = 8 * (1 + sizes[0])
         self.heads: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.sent = [torch.cuda.Event(), torch.cuda.Event()] if self.on_cuda else []
 
@@ -52,21 +60,41 @@ class Ring:
         Raises:
             struct.error: a value is no 64-bit int, or negative where it may not be; the line stays the next one.
         """
-        packer, line = self.next(tuple(map(len, fields)))
+        line, lengths = self.next(), tuple(map(len, fields))
+        self.stamps[self.filling] = 0
+        packer = self.packers.get(lengths) or self._packer(lengths)
         packer.pack_into(line, 0, count, *chain.from_iterable(fields))
-        self.turn = self.filling
 
-    def next(self, lengths: tuple[int, ...]) -> tuple[struct.Struct, Any]:
-        """What packs a count and fields of these lengths, and the next line, which no copy reads any more; once it is
-        packed, `turn` becomes `filling`."""
+    def keep(self, first: Sequence[int], third: Sequence[int]) -> None:
+        """Say that the line just filled, and those to come, hold these in their first and third fields."""
+        self.kept = (copy(first), copy(third))
+        self.version += 1
+        self.stamps[self.filling] = self.version
+
+    def fill_second(self, values: Sequence[int]) -> None:
+        """Fill the next line with what is kept and these: a third of the work where the line holds it already.
+
+        Raises:
+            struct.error: as for `fill`.
+        """
+        line, size = self.next(), len(values)
+        if self.stamps[self.filling] == self.version:
+            packer = self.second.get(size) or self.second.setdefault(size, struct.Struct(f"={size}{self._kinds[1]}"))
+            packer.pack_into(line, self.second_at, *values)
+        else:
+            assert self.kept is not None
+            self.fill(size, (self.kept[0], values, self.kept[1]))
+            self.stamps[self.filling] = self.version
+
+    def next(self) -> Any:
+        """The next line, which no copy reads any more."""
         self.filling = turn = (self.turn + 1) % len(self.lines)
         if self.on_cuda and turn % HALF == 0:
             self.sent[turn // HALF].synchronize()
-        return self.packers.get(lengths) or self._packer(lengths), self.memory[turn]
+        return self.memory[turn]
 
     def _packer(self, lengths: tuple[int, ...]) -> struct.Struct:
-        kinds = "Q" * self.unsigned + "q" * len(self.sizes)
-        fields = (f"{n}{kind}{8 * (size - n)}x" for n, size, kind in zip(lengths, self.sizes, kinds))
+        fields = (f"{n}{kind}{8 * (size - n)}x" for n, size, kind in zip(lengths, self.sizes, self._kinds))
         return self.packers.setdefault(lengths, struct.Struct("=q" + "".join(fields)))
 
     def send(self, size: int) -> None:
@@ -75,7 +103,8 @@ class Ring:
             target = self.target()
             assert target is not None
             self.heads[size] = [(target[:size], line[:size]) for line in self.lines]
-        head, line = self.heads[size][self.turn]
+        self.turn = turn = self.filling
+        head, line = self.heads[size][turn]
         head.copy_(line, non_blocking=True)
-        if self.on_cuda and self.turn % HALF == HALF - 1:
-            self.sent[self.turn // HALF].record()
+        if self.on_cuda and turn % HALF == HALF - 1:
+            self.sent[turn // HALF].record()

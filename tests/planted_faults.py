@@ -215,7 +215,7 @@ class EarlyRefill(DecodeBuffers):
         assert self._ring is not None
         later = batch._replace(seq_lens=[length + 1 for length in batch.seq_lens])
         self._ring.fill(size, [values for values in later if values is not None])
-        self._ring.lines[self._ring.turn - 1].copy_(self._ring.lines[self._ring.turn])
+        self._ring.lines[self._ring.turn].copy_(self._ring.lines[self._ring.filling])
         return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import struct
 from typing import Any
 
 import pytest
@@ -244,6 +245,55 @@ def test_ring_clears_what_the_line_held_before() -> None:
         assert target.tolist() == line
 
 
+def test_ring_fills_the_second_field_alone_where_a_line_holds_the_others() -> None:
+    target, lines = torch.zeros(7, dtype=torch.int64), 2
+    ring = Ring(target, [2, 2, 2], unsigned=2)
+    others = [Ring(target, [2, 2, 2]) for _ in range(lines)]
+    ring.lines, ring.memory = [each.lines[0] for each in others], [each.memory[0] for each in others]
+    ring.stamps = [0] * lines
+
+    def kept(rows: list[int], lengths: list[int], generations: list[int]) -> None:
+        ring.fill(len(rows), (rows, lengths, generations))
+        ring.keep(rows, generations)
+
+    rows = [7, 8]
+    for fill, line in [
+        (lambda: kept(rows, [40, 50], [1, 2]), [2, 7, 8, 40, 50, 1, 2]),
+        (lambda: ring.fill_second([41, 51]), [2, 7, 8, 41, 51, 1, 2]),  # a line that held nothing
+        (lambda: ring.fill_second([42, 52]), [2, 7, 8, 42, 52, 1, 2]),
+        (lambda: ring.fill(1, ([3], [4], [5])), [1, 3, 0, 4, 0, 5, 0]),
+        (lambda: ring.fill_second([43, 53]), [2, 7, 8, 43, 53, 1, 2]),
+        (lambda: ring.fill_second([44, 54]), [2, 7, 8, 44, 54, 1, 2]),  # the line filled with something else
+        (lambda: kept([9], [60], [3]), [1, 9, 0, 60, 0, 3, 0]),
+        (lambda: ring.fill_second([61]), [1, 9, 0, 61, 0, 3, 0]),
+        (lambda: ring.fill_second([62]), [1, 9, 0, 62, 0, 3, 0]),
+    ]:
+        fill()
+        ring.send(7)
+        assert target.tolist() == line
+    with pytest.raises(struct.error):
+        ring.fill_second([-1])
+    kept(rows, [1, 1], [0, 0])
+    rows[0] = 5  # the caller's own list, changed in place
+    assert ring.kept == ([7, 8], [0, 0])
+
+
+def test_a_step_with_rows_as_before_is_checked_and_loaded_like_any_other() -> None:
+    buffers = make()
+    rows, generations = [3, 1], [0, 2]
+    for lengths in ([7, 4], [8, 5], [9, 6]):
+        buffers.load(DecodeBatch(rows, lengths, generations))
+        assert buffers.req_pool_indices.tolist()[:2] == rows and buffers.seq_lens.tolist()[:2] == lengths
+        assert buffers.generations.tolist()[:2] == generations
+    for wrong in ([7], [7, -1], [7, 10**6], [7, 1.5], [7, 2**64]):
+        with pytest.raises((TypeError, ValueError), match="seq_lens"):
+            buffers.load(DecodeBatch(rows, wrong, generations))
+        assert buffers.seq_lens.tolist()[:2] == [9, 6]
+    rows[1] = 2
+    buffers.load(DecodeBatch(rows, [9, 7], generations))
+    assert buffers.req_pool_indices.tolist()[:2] == [3, 2] and buffers.seq_lens.tolist()[:2] == [9, 7]
+
+
 class Event:
     """An event of a device that says what became of it."""
 
@@ -263,10 +313,11 @@ def test_a_half_of_the_ring_is_filled_anew_after_its_copies_landed() -> None:
     ring = Ring(target, [1])
     lines = [Ring(target, [1]) for _ in range(2 * HALF)]
     ring.lines, ring.memory = [line.lines[0] for line in lines], [line.memory[0] for line in lines]
+    ring.stamps = [0] * len(lines)
     ring.on_cuda, ring.sent = True, [Event(0, said), Event(1, said)]  # type: ignore[list-item]
     for step in range(3 * 2 * HALF):
         ring.fill(1, ([step],))
-        said.append(("fill", ring.turn))
+        said.append(("fill", ring.filling))
         ring.send(2)
         assert target.tolist() == [1, step]
     one_round = [

@@ -11,6 +11,7 @@ import pytest
 from compiled_kv import codegen, launch
 from compiled_kv.launch import kernel as compiled
 from compiled_kv.launch import tl
+from compiled_kv.staging import HALF
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
@@ -43,6 +44,9 @@ OUTPUTS = {
     "next_positions_ptr": "*i64",
     "next_seq_lens_ptr": "*i32",
     "batch_indices_ptr": "*i32",
+    "lines_ptr": "*i64",
+    "taken_ptr": "*i64",
+    "inputs_ptr": "*i64",
 }
 INTS = {
     "pool_rows", "pool_width", "pool_row_stride", "pool_stride", "index_stride", "len_stride", "seq_stride", "q_stride",
@@ -53,7 +57,7 @@ INTS = {
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
     "indptr_stride", "capacity", "branch_stride", "indptr_row_stride", "indices_row_stride", "topk", "num_steps",
-    "sinks", "num_rows",
+    "sinks", "num_rows", "line_stride",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -74,6 +78,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "IN_TOKENS": (False, True),
     "LEGACY": (False, True),
     "PARTS": (256,),
+    "LINES": (2 * HALF,),
 }
 # Pointers that may be None, and those that are None together.
 OPTIONAL = [

@@ -24,6 +24,7 @@ from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
 from compiled_kv.launch import INTERPRETED
 from compiled_kv.replay.frozen import Frozen, Places, refuse_cold_start, unguarded
+from compiled_kv.replay.mailbox import Mailbox
 
 LIMIT = 64
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
@@ -67,6 +68,7 @@ class DecodeGraphs:
         self._bucket = [next(size for size in self.batch_sizes if size >= n) for n in range(largest + 1)]
         self._graphs: dict[int, Any] = {}
         self._outputs: dict[int, Any] = {}
+        self._mailbox: Mailbox | None = None
         self._frozen = Frozen(decode_step, self.args, self.kwargs)
         before = [page.clone() for page in null_pages]
         with torch.no_grad():
@@ -90,7 +92,7 @@ class DecodeGraphs:
                 f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(batch.rows)}"
             )
         self._check(args, kwargs)
-        return self._run(self.buffers.load(batch))
+        return self._run(self.buffers.load(batch) if self._mailbox is None else self._send(batch, self._mailbox))
 
     def replay(self, size: int, *args: Any, **kwargs: Any) -> Any:
         """The same for `size` requests that are in the buffers already."""
@@ -103,11 +105,25 @@ class DecodeGraphs:
         """CUDA graphs captured: one a bucket; none on the CPU."""
         return len(self._graphs)
 
+    def _send(self, batch: DecodeBatch, mailbox: Mailbox) -> int:
+        """Load the batch into the mailbox, for the next replay to take; through the buffers, whose `load` may be a
+        caller's own."""
+        attributes = self.buffers.__dict__  # a module takes long to set an attribute
+        ring = attributes["_ring"]
+        attributes["_ring"] = mailbox
+        try:
+            return self.buffers.load(batch)
+        except BaseException:
+            mailbox.is_sent = False
+            raise
+        finally:
+            attributes["_ring"] = ring
+
     def _run(self, size: int) -> Any:
         bucket = self._bucket[size]
         self.served += 1
-        if self.on_cuda:
-            self._graphs[bucket].replay()
+        if self._mailbox is not None:
+            self._mailbox.replay(self._graphs[bucket])
         else:
             with torch.no_grad():
                 self._outputs[bucket] = self.step(self.buffers, bucket, *self.args, **self.kwargs)
@@ -137,8 +153,10 @@ class DecodeGraphs:
 
     def _capture(self, sizes: Sequence[int]) -> None:
         side, home = torch.cuda.Stream(), torch.cuda.current_stream()
+        self._mailbox = mailbox = self.buffers.new_ring(Mailbox)
         side.wait_stream(home)
         with torch.cuda.stream(side):
+            mailbox.take()
             for size in (*sizes, *sizes):
                 self.step(self.buffers, size, *self.args, **self.kwargs)
         home.wait_stream(side)
@@ -148,8 +166,10 @@ class DecodeGraphs:
             for size in sizes:
                 graph = torch.cuda.CUDAGraph()
                 with refuse_cold_start(_name(self.step)), torch.cuda.graph(graph, pool=memory, stream=side):
+                    mailbox.take()
                     self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
                 self._graphs[size] = graph
+        mailbox.restart()
         torch.cuda.synchronize()
 
 
