@@ -3,29 +3,41 @@
 Lay the requests on a line, each as long as its blocks and the overhead together, and let `quota` be the length of the
 line over the number of parts, rounded up. A part begins `quota` behind the one before it, save where a boundary lies
 up to `overhead` further on: then it begins there. Pull each boundary that is so met back by what it lies too far, and
-all behind it too. On that ruler part i begins at mark `i * quota`, and its request is found by bisection.
+all behind it too. On that ruler part i begins at mark `i * quota`.
 
     lengths 192, 64, 320 in blocks of 64, 2 parts, overhead 5: weights 8, 6, 10, quota 12
     boundaries 0, 8, 14, 24; 14 lies 2 behind mark 12 and is met: ruler 0, 8, 12, 24
     part 1 begins at 12, with request 2: it ends at 24; so no request is cut
 
 Which boundaries are met follows from residues modulo `quota`: behind a boundary a that is met, the next is the first m
-with (line[m] - line[a]) mod quota <= overhead. Within a group of boundaries all pairs are tested at once, and the
-groups are walked in order, one short step each.
+with (line[m] - line[a]) mod quota <= overhead (`schedule_ruler.py`). A request on the ruler then knows the first mark
+in it, and leaves its number there; running maxima hand it on to the further marks in it.
 """
 
 from __future__ import annotations
 
 from compiled_kv.batch_triton import SUM_OVERFLOW
-from compiled_kv.launch import constexpr, dependent_launch, device_function, kernel, tl
-from compiled_kv.rows_triton import INT32_MAX, active_rows, load_at, report
+from compiled_kv.launch import dependent_launch, device_function, kernel, tl
+from compiled_kv.rows_triton import INT32_MAX, load_at, report
+from compiled_kv.schedule_ruler import (
+    CHUNK,
+    COUNT,
+    COUNTED,
+    GROUP,
+    GROUPS,
+    STAGED,
+    inverse_of,
+    meet,
+    modulo,
+    rounded_up,
+)
 
-GROUP = constexpr(32)
-GROUPS = constexpr(16)
-CHUNK = constexpr(512)  # GROUP * GROUPS
-ROUNDS = constexpr(5)  # 2 ** ROUNDS == GROUP
-STAGED = constexpr(4)  # a boundary in scratch: residue, link, path, unused
-FENCES = constexpr(16)
+WARPS = 8
+
+
+def scratch_size(parts: int) -> int:
+    """int32 of scratch: what is staged of a chunk, and where each part and the one behind the last begins."""
+    return int(STAGED) * int(CHUNK) + 2 * int(GROUP) + 2 * (parts + 1)
 
 
 @device_function
@@ -34,147 +46,89 @@ def _int32(number):
 
 
 @device_function
-def _length_at(ptr, stride, row, active):
-    return tl.minimum(tl.maximum(load_at(ptr, row, stride, (row >= 0) & (row < active), 0), 0), INT32_MAX)
+def _tokens(length):
+    return tl.minimum(tl.maximum(length, 0), INT32_MAX).to(tl.int32)
 
 
 @device_function
-def _blocks(length, most, BLOCK_SIZE: tl.constexpr):
-    """Blocks of a request; an empty one counts as one."""
-    return tl.minimum(tl.maximum((length + BLOCK_SIZE - 1) // BLOCK_SIZE, 1), most).to(tl.int32)
+def _blocks(length, BLOCK_SIZE: tl.constexpr):
+    """Blocks of a request, before they are clamped; an empty one counts as one."""
+    blocks = (_tokens(length).to(tl.uint32) + (BLOCK_SIZE - 1)) // BLOCK_SIZE
+    return tl.maximum(blocks.to(tl.int32), 1)
 
 
 @device_function
-def _behind(residue, anchor, quota):
-    """How far a boundary lies behind the last mark, counted from the anchor; both are given modulo quota."""
-    gap = residue - anchor
-    return tl.where(gap < 0, gap + quota, gap)
+def _clear(starts_ptr, num_sm_parts, PARTS: tl.constexpr):
+    for begin in range(0, 2 * (num_sm_parts + 1), 2 * PARTS):
+        at = begin + tl.arange(0, 2 * PARTS)
+        tl.store(starts_ptr + at, tl.zeros([2 * PARTS], tl.int32), mask=at < 2 * (num_sm_parts + 1))
 
 
 @device_function
-def _larger(a, b):
-    return tl.maximum(a, b)
+def _larger(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
 
 
 @device_function
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@device_function
-def _paths(residue, quota, overhead):
-    """The boundaries met from each one on within its group, itself included: as [GROUPS, GROUP] bit masks, and linked:
-    its lane times GROUP and the lane of the last of them."""
-    lane = tl.arange(0, GROUP)
-    gap = _behind(tl.trans(residue)[:, :, None], residue[None, :, :], quota)  # [later, group, earlier]
-    met = (gap <= overhead) & (lane[:, None, None] > lane[None, None, :])
-    after = tl.min(tl.where(met, lane[:, None, None], GROUP), 0)
-    after = tl.where(after < GROUP, after, lane[None, :])
-    path = tl.full([GROUPS, GROUP], 1, tl.int32) << lane[None, :]
-    for _ in tl.static_range(ROUNDS):
-        path |= tl.gather(path, after, 1)
-        after = tl.gather(after, after, 1)
-    return path, lane[None, :] * GROUP + after
-
-
-@device_function
-def _walk(stage_ptr, groups, begin, anchor, anchor_residue, quota, overhead):
-    """Take the groups in order: the lane first met in each (GROUP for none), and the boundary met before it."""
-    lane, group = tl.arange(0, GROUP), tl.arange(0, GROUPS)
-    entry = tl.full([GROUPS], GROUP, tl.int32)
-    before = tl.zeros([GROUPS], tl.int32)
-    anchor_residue += tl.zeros([GROUP], tl.int32)  # in every lane, so that a shuffle can pass it on
-    row_ptr = stage_ptr + lane.to(tl.int64) * STAGED
-    boundary = begin + 1
-    for step in range(groups):
-        residue, link = tl.load(row_ptr), tl.load(row_ptr + 1)
-        first = tl.min(tl.where(_behind(residue, anchor_residue, quota) <= overhead, link, INT32_MAX), 0)
-        met = first < INT32_MAX
-        left = first & (GROUP - 1)
-        before = tl.where(group == step, anchor, before)
-        entry = tl.where((group == step) & met, first >> ROUNDS, entry)
-        anchor = tl.where(met, boundary + left, anchor)
-        anchor_residue = tl.where(met, tl.gather(residue, left + tl.zeros([GROUP], tl.int32), 0), anchor_residue)
-        row_ptr += GROUP * STAGED
-        boundary += GROUP
-    return entry, before, anchor
-
-
-@device_function
-def _lay_ruler(
-    lengths_ptr, len_stride, active, batch_size, ruler_ptr, line_ptr, stage_ptr, num_splits_ptr,
-    quota, overhead, most, BLOCK_SIZE: tl.constexpr,
+def _write_row(
+    row_ptr, mask, begin_req, begin_block, end_req, end_block, tokens, blocks, quota, inverse,
+    BLOCK_SIZE: tl.constexpr, IN_TOKENS: tl.constexpr, LEGACY: tl.constexpr,
 ):  # fmt: skip
-    """Write each boundary's place on the ruler, int32 [B + 1], and `num_splits`, a chunk of requests at a time."""
-    at, lane, group = tl.arange(0, CHUNK), tl.arange(0, GROUP)[None, :], tl.arange(0, GROUPS)[:, None]
-    staged_ptr = stage_ptr + at.to(tl.int64) * STAGED
-    anchor = tl.zeros([], tl.int32)
-    tl.store(ruler_ptr, 0)
-    tl.store(line_ptr, 0)
-    tl.store(num_splits_ptr, 0)
-    tl.debug_barrier()  # an empty batch meets no other before its parts are looked up
-    for begin in range(0, batch_size, CHUNK):
-        # What stood at the last boundary met, and at the end of the chunk before.
-        line = tl.load(line_ptr + begin, mask=begin > 0, other=0)
-        anchor_line = tl.load(line_ptr + anchor, mask=begin > 0, other=0)
-        place = tl.load(ruler_ptr + anchor, mask=begin > 0, other=0)
-        splits = tl.load(num_splits_ptr + anchor, mask=begin > 0, other=0) - anchor
-        row = begin + at
-        counted = row < active
-        blocks = _blocks(_length_at(lengths_ptr, len_stride, row, active), most, BLOCK_SIZE)
-        line += tl.cumsum(tl.where(counted, blocks + overhead, 0), 0)
-        residue = tl.where(counted, line % quota, INT32_MAX)  # padding is never met
-        path, link = _paths(tl.reshape(residue, [GROUPS, GROUP]), quota, overhead)
-        tl.store(staged_ptr, residue)
-        tl.store(staged_ptr + 1, tl.reshape(link, [CHUNK]))
-        tl.store(staged_ptr + 2, tl.reshape(path, [CHUNK]))
-        tl.store(line_ptr + 1 + row, line, mask=row < batch_size)
-        tl.debug_barrier()
-        # Nothing waits for this before the walk is over, and it brings what the walk reads into the cache.
-        path = tl.load(stage_ptr + 2 + (group.to(tl.int64) * GROUP + lane) * STAGED)
-        groups = (tl.minimum(active - begin, CHUNK) + GROUP - 1) // GROUP
-        entry, before, anchor = _walk(stage_ptr, groups, begin, anchor, anchor_line % quota, quota, overhead)
-        # A part ends with the last request, met or not: chunks of padding go on from there.
-        anchor = tl.where(active <= begin + CHUNK, active, anchor)
-        before = tl.load(line_ptr + before)[:, None]
-        ends = tl.reshape(line, [GROUPS, GROUP])
-        first = tl.broadcast_to(tl.minimum(entry, GROUP - 1)[:, None], [GROUPS, GROUP])
-        met = (entry[:, None] < GROUP) & (((tl.gather(path, first, 1) >> lane) & 1) == 1)
-        met |= tl.reshape(row, [GROUPS, GROUP]) == active - 1  # the last request ends a part, wherever it ends
-        met_line = tl.associative_scan(tl.where(met, ends, 0), 1, _larger)
-        previous = tl.gather(met_line, tl.broadcast_to(tl.maximum(lane - 1, 0), [GROUPS, GROUP]), 1)
-        previous = tl.maximum(tl.where(lane > 0, previous, 0), before)
-        taken = tl.where(met, (ends - previous - overhead + quota - 1) // quota, 0)
-        cut = taken - met.to(tl.int32)
-        marks, cuts = tl.associative_scan((tl.reshape(taken, [CHUNK]), tl.reshape(cut, [CHUNK])), 0, _add_pairs)
-        beyond = tl.where(counted, line - tl.reshape(tl.maximum(met_line, before), [CHUNK]), 0)
-        tl.store(ruler_ptr + 1 + row, place + marks * quota + beyond, mask=row < batch_size)
-        request = tl.minimum(row + 1, active)
-        tl.store(num_splits_ptr + 1 + row, request + splits + cuts + beyond // quota, mask=row < batch_size)
-        tl.debug_barrier()
+    """One part; `tokens` and `blocks` are those of the last request, which is whole where `end_block` is 0."""
+    zero = tl.zeros(mask.shape, tl.int32)
+    cut_first, cut_last = begin_block > 0, end_block > 0
+    begin_at, end_at = begin_block, tl.where(cut_last, end_block, tl.where(tokens > 0, blocks, 0))
+    if IN_TOKENS:
+        begin_at, end_at = begin_block * BLOCK_SIZE, tl.where(cut_last, end_block * BLOCK_SIZE, tokens)
+    tl.store(row_ptr, begin_req, mask=mask)
+    tl.store(row_ptr + 3, end_at, mask=mask)
+    tl.store(row_ptr + 4, rounded_up(begin_block, quota, inverse), mask=mask)
+    tl.store(row_ptr + 7, zero, mask=mask)
+    if LEGACY:
+        tl.store(row_ptr + 1, begin_at, mask=mask)
+        tl.store(row_ptr + 2, end_req, mask=mask)
+        tl.store(row_ptr + 5, zero, mask=mask)
+        tl.store(row_ptr + 6, zero, mask=mask)
+    else:
+        either = (begin_req == end_req) & (cut_first | cut_last)
+        tl.store(row_ptr + 1, end_req, mask=mask)
+        tl.store(row_ptr + 2, begin_at, mask=mask)
+        tl.store(row_ptr + 5, (cut_first | either).to(tl.int32), mask=mask)
+        tl.store(row_ptr + 6, (cut_last | either).to(tl.int32), mask=mask)
 
 
 @device_function
-def _find(ruler_ptr, part, quota, active):
-    """Request and block at which each part begins: the last boundary at or before its mark."""
-    mark = part.to(tl.int64) * quota
-    stride = active // FENCES + 1
-    fence = tl.arange(0, FENCES).to(tl.int64) * stride
-    place = tl.load(ruler_ptr + fence, mask=fence <= active, other=INT32_MAX)
-    passed = (fence <= active)[:, None] & (place[:, None] <= mark[None, :])
-    request = (tl.sum(passed.to(tl.int32), 0) - 1).to(tl.int64) * stride
-    step = tl.zeros([], tl.int32) + 1
-    while step < stride:
-        step += step
-    while step > 1:
-        step = step // 2
-        further = request + step
-        inside = further <= active
-        request = tl.where(inside & (tl.load(ruler_ptr + further, mask=inside, other=0) <= mark), further, request)
-    block = tl.where(request < active, mark - tl.load(ruler_ptr + request), 0)
-    return request.to(tl.int32), block.to(tl.int32)
+def _write_parts(
+    tile_scheduler_metadata_ptr, kv_lens_ptr, starts_ptr, len_stride, active, num_sm_parts, end_part, most, quota,
+    inverse, BLOCK_SIZE: tl.constexpr, IN_TOKENS: tl.constexpr, LEGACY: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write the rows; from `end_part` on parts have no work."""
+    request_before, place_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for begin in range(0, num_sm_parts, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        mask, start_ptr = part < num_sm_parts, starts_ptr + part.to(tl.int64) * 2
+        request, place = tl.load(start_ptr, mask=mask, other=0), tl.load(start_ptr + 1, mask=mask, other=0)
+        end_req, end_place = tl.load(start_ptr + 2, mask=mask, other=0), tl.load(start_ptr + 3, mask=mask, other=0)
+        request, place = tl.associative_scan((request, place), 0, _larger)
+        request, place = tl.maximum(request, request_before), tl.maximum(place, place_before)
+        end_req, end_place = tl.maximum(request, end_req), tl.maximum(place, end_place)
+        if begin + PARTS < num_sm_parts:
+            request_before, place_before = tl.max(request, 0), tl.max(place, 0)
+        begins, ends = part < end_part, part + 1 < end_part
+        begin_block = tl.where(begins, part * quota - place, 0)
+        end_block = tl.where(ends, part * quota + quota - end_place, 0)
+        begin_req = tl.where(begins, request, active)
+        end_req = tl.where(ends, end_req, active) - (end_block == 0).to(tl.int32)
+        tokens = _tokens(load_at(kv_lens_ptr, end_req, len_stride, mask & (end_req >= 0), 0))
+        blocks = tl.minimum(_blocks(tokens, BLOCK_SIZE), most)
+        _write_row(
+            tile_scheduler_metadata_ptr + part.to(tl.int64) * 8, mask, begin_req, begin_block, end_req, end_block,
+            tokens, blocks, quota, inverse, BLOCK_SIZE, IN_TOKENS, LEGACY,
+        )  # fmt: skip
 
 
+# The lengths are loaded in the kernel itself, as is `num_reqs`: to torch's analysis of mutated arguments, a function
+# that is handed a pointer and returns what leads to a store's address writes through that pointer.
 @kernel
 def flashmla_schedule_kernel(
     kv_lens_ptr, num_reqs_ptr, tile_scheduler_metadata_ptr, num_splits_ptr, scratch_ptr,
@@ -185,49 +139,72 @@ def flashmla_schedule_kernel(
     if PDL:
         dependent_launch()
     batch_size, num_sm_parts, overhead, most = _int32(batch_size), _int32(num_sm_parts), _int32(overhead), _int32(most)
-    active = active_rows(num_reqs_ptr, batch_size).to(tl.int32)
-    total = tl.zeros([], tl.int32)
-    bits = tl.zeros([CHUNK], tl.int32)
-    for begin in range(0, active, CHUNK):
-        row = begin + tl.arange(0, CHUNK)
-        length = _length_at(kv_lens_ptr, len_stride, row, active)
-        bits |= tl.where((length + BLOCK_SIZE - 1) // BLOCK_SIZE > most, SUM_OVERFLOW, 0)
-        total += tl.sum(tl.where(row < active, _blocks(length, most, BLOCK_SIZE) + overhead, 0), 0)
+    row = tl.arange(0, CHUNK)
+    length = tl.load(kv_lens_ptr + row.to(tl.int64) * len_stride, mask=row < batch_size, other=0)
+    active = batch_size
+    if num_reqs_ptr is not None:
+        active = tl.minimum(tl.maximum(tl.load(num_reqs_ptr).to(tl.int64), 0), batch_size).to(tl.int32)
+    inverse_parts = inverse_of(num_sm_parts)
+    starts_ptr = scratch_ptr + (STAGED * CHUNK + 2 * GROUP)
+    _clear(starts_ptr, num_sm_parts, PARTS)
+    tl.store(num_splits_ptr, 0)
+
+    blocks = _blocks(length, BLOCK_SIZE)
+    bits = tl.where((row < active) & (blocks > most), SUM_OVERFLOW, 0)
+    blocks = tl.minimum(blocks, most)
+    weight = tl.where(row < active, blocks + overhead, 0)
+    total = tl.sum(weight, 0)
+    for begin in range(CHUNK, active, CHUNK):
+        request = begin + row
+        length = tl.load(kv_lens_ptr + request.to(tl.int64) * len_stride, mask=request < active, other=0)
+        wanted = _blocks(length, BLOCK_SIZE)
+        bits |= tl.where(wanted > most, SUM_OVERFLOW, 0)
+        total += tl.sum(tl.where(request < active, tl.minimum(wanted, most) + overhead, 0), 0)
     report(bits, None, DEBUG)
-    quota = tl.maximum((total + num_sm_parts - 1) // num_sm_parts, 1)
-    line_ptr = scratch_ptr + batch_size + 1
-    _lay_ruler(
-        kv_lens_ptr, len_stride, active, batch_size, scratch_ptr, line_ptr, line_ptr + batch_size + 1,
-        num_splits_ptr, quota, overhead, most, BLOCK_SIZE,
+    quota = tl.maximum(rounded_up(total, num_sm_parts, inverse_parts), 1)
+    inverse = inverse_of(quota)
+    line = tl.cumsum(weight, 0)
+    odd = modulo(overhead, quota, inverse)
+
+    line_before = tl.zeros([], tl.int32)
+    anchor, pulled, met, end_part = line_before, line_before, line_before, line_before
+    for begin in range(0, batch_size, CHUNK):
+        request = begin + row
+        before, is_met = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+        sums = tl.zeros([], tl.int32)
+        if begin < active - 1:
+            # The last boundary ends a part wherever it lies, and nothing goes on from there.
+            residue = tl.where(request < active - 1, modulo(line, quota, inverse), INT32_MAX)
+            groups = (tl.minimum(active - begin, CHUNK) + GROUP - 1) // GROUP
+            before, is_met, anchor, sums = meet(
+                scratch_ptr, tl.reshape(residue, [GROUPS, GROUP]), groups, anchor, quota, overhead, odd
+            )
+            before, is_met = tl.reshape(before, [CHUNK]), tl.reshape(is_met, [CHUNK])
+        else:
+            tl.debug_barrier()  # the parts' beginnings are cleared by now
+        place = line - weight - pulled - (before >> COUNTED)
+        first = rounded_up(place, quota, inverse)
+        is_end = (is_met != 0) | (request == active - 1)
+        beyond = rounded_up(place + blocks + tl.where(is_end, 0, overhead), quota, inverse)
+        start_ptr, begins = starts_ptr + first.to(tl.int64) * 2, (request < active) & (first < beyond)
+        tl.store(start_ptr, request, mask=begins)
+        tl.store(start_ptr + 1, place, mask=begins)
+        splits = request + beyond - met - (before & COUNT)
+        pulled += sums >> COUNTED
+        met += sums & COUNT
+        end_part = rounded_up(tl.maximum(total - pulled - overhead, 0), quota, inverse)
+        splits = tl.where(request < active, splits, tl.maximum(active - 1, 0) + end_part - met)
+        tl.store(num_splits_ptr + 1 + request, splits, mask=request < batch_size)
+        if begin + CHUNK < batch_size:
+            tl.debug_barrier()  # the walk is done with what is staged
+            line_before += tl.sum(weight, 0)
+            request += CHUNK
+            length = tl.load(kv_lens_ptr + request.to(tl.int64) * len_stride, mask=request < active, other=0)
+            blocks = tl.minimum(_blocks(length, BLOCK_SIZE), most)
+            weight = tl.where(request < active, blocks + overhead, 0)
+            line = line_before + tl.cumsum(weight, 0)
+    tl.debug_barrier()
+    _write_parts(
+        tile_scheduler_metadata_ptr, kv_lens_ptr, starts_ptr, len_stride, active, num_sm_parts, end_part, most, quota,
+        inverse, BLOCK_SIZE, IN_TOKENS, LEGACY, PARTS,
     )  # fmt: skip
-    for begin in range(0, num_sm_parts, PARTS):
-        part = begin + tl.arange(0, PARTS)
-        both = tl.reshape(part[:, None] + tl.arange(0, 2)[None, :], [2 * PARTS])
-        request, block = _find(scratch_ptr, both, quota, active)
-        begin_req, end_req = tl.split(tl.reshape(request, [PARTS, 2]))
-        begin_block, end_block = tl.split(tl.reshape(block, [PARTS, 2]))
-        cut_first, cut_last = begin_block > 0, end_block > 0
-        end_req = tl.where(cut_last, end_req, end_req - 1)
-        length = _length_at(kv_lens_ptr, len_stride, end_req, active)
-        if IN_TOKENS:
-            end_at = tl.where(cut_last, end_block * BLOCK_SIZE, length.to(tl.int32))
-            begin_at = begin_block * BLOCK_SIZE
-        else:
-            end_at = tl.where(cut_last, end_block, tl.where(length > 0, _blocks(length, most, BLOCK_SIZE), 0))
-            begin_at = begin_block
-        row_ptr, mask = tile_scheduler_metadata_ptr + part.to(tl.int64) * 8, part < num_sm_parts
-        tl.store(row_ptr, begin_req, mask=mask)
-        tl.store(row_ptr + 3, end_at, mask=mask)
-        tl.store(row_ptr + 4, (begin_block + quota - 1) // quota, mask=mask)
-        tl.store(row_ptr + 7, tl.zeros([PARTS], tl.int32), mask=mask)
-        if LEGACY:
-            tl.store(row_ptr + 1, begin_at, mask=mask)
-            tl.store(row_ptr + 2, end_req, mask=mask)
-            tl.store(row_ptr + 5, tl.zeros([PARTS], tl.int32), mask=mask)
-            tl.store(row_ptr + 6, tl.zeros([PARTS], tl.int32), mask=mask)
-        else:
-            either = (begin_req == end_req) & (cut_first | cut_last)
-            tl.store(row_ptr + 1, end_req, mask=mask)
-            tl.store(row_ptr + 2, begin_at, mask=mask)
-            tl.store(row_ptr + 5, (cut_first | either).to(tl.int32), mask=mask)
-            tl.store(row_ptr + 6, (cut_last | either).to(tl.int32), mask=mask)

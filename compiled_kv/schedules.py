@@ -20,7 +20,7 @@ from torch.library import triton_op
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import launch, runs_kernel
-from compiled_kv.schedule_kernel import CHUNK, STAGED, flashmla_schedule_kernel
+from compiled_kv.schedule_kernel import WARPS, flashmla_schedule_kernel, scratch_size
 from compiled_kv.status import DEBUG, Status
 
 Schedule = tuple[Tensor, Tensor]
@@ -41,14 +41,14 @@ def _launch(
 ) -> None:
     metadata, num_splits = out
     batch_size = cache_seqlens.shape[0]
-    scratch = num_splits.new_empty((2 * (batch_size + 1) + int(STAGED) * int(CHUNK),))
+    scratch = num_splits.new_empty((scratch_size(metadata.shape[0]),))
     launch(
         flashmla_schedule_kernel, (1,), kv_lens_ptr=cache_seqlens, num_reqs_ptr=num_reqs,
         tile_scheduler_metadata_ptr=metadata, num_splits_ptr=num_splits, scratch_ptr=scratch,
         len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0], overhead=overhead,
         most=_most_blocks(batch_size, overhead), BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
         LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PDL=False,
-        PARTS=PARTS,
+        PARTS=PARTS, num_warps=WARPS,
     )  # fmt: skip
 
 

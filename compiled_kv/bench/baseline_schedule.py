@@ -75,7 +75,7 @@ def ours_with(lengths: Tensor, out: Any, warps: int) -> None:
     """`flashmla_schedule` with another number of warps."""
 
     def launch(fn: Any, grid: Any, **arguments: Any) -> None:
-        fn[grid](**arguments, num_warps=warps)
+        fn[grid](**{**arguments, "num_warps": warps})
 
     with mock.patch.object(schedules, "launch", launch):
         ckv.flashmla_schedule(lengths, num_sm_parts=len(out[0]), out=out)
