@@ -72,13 +72,12 @@ def _pull(gap, quota, overhead, odd):
 
 @device_function
 def _bit(lane):
-    return (tl.full([GROUPS, GROUP], 1, tl.int64) << lane).to(tl.int32)
+    return (tl.full(lane.shape, 1, tl.int64) << lane).to(tl.int32)
 
 
 @device_function
-def _paths(residue, quota, overhead, odd):
-    """Paths within groups, from each boundary of [GROUPS, GROUP]: masks, links, and the residues where they end."""
-    lane = tl.arange(0, GROUP)[None, :] + tl.zeros([GROUPS, 1], tl.int32)
+def _paths_of_half(residue, quota, overhead, odd):
+    lane = tl.arange(0, GROUP)[None, :] + tl.zeros([GROUPS // 2, 1], tl.int32)
     after = lane
     for nearer in tl.static_range(1, GROUP):
         later = (lane + (GROUP - nearer)) & (GROUP - 1)
@@ -93,6 +92,22 @@ def _paths(residue, quota, overhead, odd):
         sums += tl.gather(sums, after, 1)
         after = tl.gather(after, after, 1)
     return path, (lane << SUMMED) + sums, tl.gather(residue, after, 1)
+
+
+@device_function
+def _whole(low, high):
+    return tl.reshape(tl.permute(tl.join(low, high), (2, 0, 1)), [GROUPS, GROUP])
+
+
+@device_function
+def _paths(residue, groups, quota, overhead, odd):
+    """Paths within groups, from each boundary of [GROUPS, GROUP]: masks, links, and the residues where they end."""
+    low, high = tl.split(tl.permute(tl.reshape(residue, [2, GROUPS // 2, GROUP]), (1, 2, 0)))
+    path, link, end = _paths_of_half(low, quota, overhead, odd)
+    high_path, high_link, high_end = high, high, high
+    if groups > GROUPS // 2:
+        high_path, high_link, high_end = _paths_of_half(high, quota, overhead, odd)
+    return _whole(path, high_path), _whole(link, high_link), _whole(end, high_end)
 
 
 @device_function
@@ -161,7 +176,7 @@ def meet(stage_ptr, residue, groups, anchor, quota, overhead, odd):
     shape; the last anchor's residue, and the sums of the chunk.
     """
     lane = tl.arange(0, GROUP)[None, :] + tl.zeros([GROUPS, 1], tl.int32)
-    path, link, end = _paths(residue, quota, overhead, odd)
+    path, link, end = _paths(residue, groups, quota, overhead, odd)
     row_ptr = stage_ptr + tl.arange(0, GROUPS)[:, None].to(tl.int64) * GROUP + lane
     tl.store(row_ptr, residue)
     tl.store(row_ptr + CHUNK, link)
