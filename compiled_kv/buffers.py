@@ -223,7 +223,7 @@ class DecodeBuffers(nn.Module):
 
     def load(self, batch: DecodeBatch) -> int:
         """Refresh the inputs, with one copy to the device or, where the batch is there already, none; the rest is
-        padding. DecodeGraphs sends no copy: its graphs fetch the batch.
+        padding. Called by DecodeGraphs it sends no copy: the graph fetches the batch when it is replayed.
 
         Returns:
             The number of requests.

@@ -64,10 +64,12 @@ class KeptTail(DecodeBuffers):
 class ForgottenPadding(DecodeBuffers):
     """Every row counts as live: padding rows work with what stands in them."""
 
-    def load(self, batch: DecodeBatch) -> int:
-        size = super().load(batch)
+    def metadata(self, batch_size: int, seq_len_delta: int | None = None) -> DecodeMetadata:
+        live = self.num_reqs.clone()
         self.num_reqs.fill_(self.max_batch_size)
-        return size
+        meta = super().metadata(batch_size, seq_len_delta)
+        self.num_reqs.copy_(live)
+        return meta
 
 
 class LiveRowsOnly(DecodeBuffers):
@@ -135,9 +137,8 @@ class OverwrittenStaging(DecodeBuffers):
     mixture."""
 
     def load(self, batch: DecodeBatch) -> int:
-        size = super().load(batch)
-        self.seq_lens[:size] += 1  # what the engine wrote for the step after
-        return size
+        after = [length + 1 for length in batch.seq_lens]  # what the engine wrote for the step after
+        return super().load(batch._replace(seq_lens=after))
 
 
 class HalfWords(DecodeBuffers):
