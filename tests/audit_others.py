@@ -20,9 +20,10 @@ TARGET = "cuda:sm_90"
 
 
 def row_of(step: Any) -> str:
-    """The rule of the first mark, and whether others stand on later lines."""
+    """The rule of the first mark; host reads with other rules behind them stand apart."""
     marks = sorted(planted(step), key=lambda mark: (mark[2], mark[0]))
-    return marks[0][0] if len({rule for rule, _, _ in marks}) == 1 else f"{marks[0][0]} and others"
+    rule = marks[0][0]
+    return f"{rule} and other rules" if rule == "host-read" and len({each for each, _, _ in marks}) > 1 else rule
 
 
 def said(step: Any) -> tuple[bool, bool, bool]:

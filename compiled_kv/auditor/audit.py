@@ -95,6 +95,8 @@ def _of_the_step(graphs: Graphs) -> str | None:
     error = graphs.stopped
     if error is None or len(graphs.aot) < len(graphs.dynamo) or graphs.eager_reads:
         return None  # behind a value that was read, the trace goes on with a made-up one, which may be at fault
+    if hazards.needs_device(error) or isinstance(error, hazards.UNDECIDED_VALUES):
+        return None
     if isinstance(error, TorchRuntimeError) and not any(each.rule != "graph-break" for each in hazards.stopped(graphs)):
         got = re.search(r"got (\w+\(.*\))", str(error))
         return got[1] if got else hazards.first_sentence(str(error))

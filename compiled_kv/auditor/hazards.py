@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Iterator
 
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
@@ -27,8 +34,20 @@ _READING_BREAKS = (
     "builtin operator `range` with argument types ['Tensor'",
     "Pending unbacked symbols",  # a tensor where a number is wanted
 )
-_SHAPE_BREAKS = ("Dynamic shape operator", "nonzero", "DynamicOutputShape")
-_UNSAFE = ("synchronize", "empty_cache", "manual_seed", "pin_memory", "set_rng_state", "memory_stats", "mem_get_info")
+_SHAPE_BREAKS = ("Dynamic shape operator", "data-dependent output shape")
+_UNSAFE = (
+    "synchronize", "empty_cache", "manual_seed", "pin_memory", "rng_state", "fork_rng", "torch._C.Generator",
+    "memory_stats", "mem_get_info",
+)  # fmt: skip
+# What fake tensors raise in code between two graphs, where a value or a size is needed.
+UNDECIDED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# What torch says where a call needs the device itself, or its libraries, and this machine lacks them.
+_NEEDS_DEVICE = (
+    "Torch not compiled with CUDA enabled", "Tried to instantiate dummy base class", "Cannot get CUDA generator",
+    "Found no NVIDIA driver", "No CUDA GPUs are available",
+)  # fmt: skip
+_DEVICES_OWN = re.compile(r"stream|Event|[gG]enerator|rng|seed|memory|synchronize")
+_QUOTES = re.compile(r"\n\s*(Caused by|User Stack|Stack variable|from user code|Original traceback)")
 
 
 def graph_break(graphs: Graphs) -> Iterator[Finding]:
@@ -42,10 +61,26 @@ def stopped(graphs: Graphs) -> Iterator[Finding]:
     lowered = len(graphs.aot) == len(graphs.dynamo)
     if graphs.stopped is None or not lowered:
         return
-    if _makes_real_data(graphs.stopped):
-        yield Finding("host-to-device-copy", "error", *places.of_traceback(graphs.stopped), FRESH, FRESH_REMEDY)
-    elif place := places.of_text(str(graphs.stopped)):
-        yield from _of_reason(str(graphs.stopped), *place)
+    error, text = graphs.stopped, str(graphs.stopped)
+    place = places.of_text(text) or places.of_traceback(error)
+    if place is None:
+        return
+    if _makes_real_data(error):
+        yield Finding("host-to-device-copy", "error", *place, FRESH, FRESH_REMEDY)
+    elif needs_device(error):
+        yield _unsafe("a call that only the device can answer (streams, events, generators, memory)", *place)
+    elif isinstance(error, DynamicOutputShapeException):
+        yield _read(text, "a size", place)
+    elif isinstance(error, DataDependentOutputException):
+        yield _read(text, "a value", place)
+    elif isinstance(error, UnsupportedOperatorException) or places.of_text(text):
+        yield from _of_reason(text, *place)
+
+
+def needs_device(error: BaseException) -> bool:
+    """Whether a call could not be traced here, since it asks the device itself for a stream, event or the like."""
+    calls = " ".join([str(error)[:300], *(frame.name for frame in traceback.extract_tb(error.__traceback__))])
+    return any(text in str(error) for text in _NEEDS_DEVICE) and bool(_DEVICES_OWN.search(calls))
 
 
 def _makes_real_data(error: BaseException) -> bool:
@@ -55,6 +90,7 @@ def _makes_real_data(error: BaseException) -> bool:
 
 def _of_reason(reason: str, file: str, line: int) -> Iterator[Finding]:
     first = first_sentence(reason) or "dynamo gave no reason"
+    reason = _QUOTES.split(reason)[0]  # behind these words stand the step's own lines
     if any(text in reason for text in _UNSAFE):
         yield _unsafe(first, file, line)
     elif any(text in reason for text in _SHAPE_BREAKS):
@@ -167,6 +203,8 @@ def unsafe_under_capture(graphs: Graphs) -> Iterator[Finding]:
         name = counts.operator_name(node)
         if node.op in ("call_function", "call_method") and any(text in name for text in _UNSAFE):
             yield _unsafe(name, *places.of_node(node))
+        elif node.kwargs.get("pin_memory") is True:
+            yield _unsafe(f"{name} of pinned memory", *places.of_node(node))
         if counts.is_launch(node) and counts.is_autotuned(node):
             yield _unsafe("an autotuned kernel, which times its configurations on first use", *places.of_node(node))
 

@@ -9,25 +9,26 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from compiled_kv.tracing.events import is_torchs_or_pythons
+
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
 
 Place = tuple[str, int]
 
 
 def of_text(text: str) -> Place | None:
-    """The innermost frame in a traceback that is neither torch's nor this package's."""
+    """The innermost frame in a traceback that is neither torch's, Python's nor this package's."""
     frames = [(match[1], int(match[2])) for match in _FRAME.finditer(text)]
-    users = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
+    users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])]
     outside = [frame for frame in users if not frame[0].startswith(_OWN)]
     return next(iter(reversed(outside or users)), None)
 
 
-def of_traceback(error: BaseException) -> Place:
-    """The innermost frame that raised `error` and is neither torch's nor this package's."""
+def of_traceback(error: BaseException) -> Place | None:
+    """The innermost frame of the caller's that raised `error`; None where a graph did, whose nodes say it better."""
     frames = "".join(traceback.format_tb(error.__traceback__))
-    return of_text(frames) or ("", 0)
+    return None if "<eval_with_key>" in frames else of_text(frames)
 
 
 def of_node(node: fx.Node) -> Place:

@@ -28,6 +28,9 @@ READS = {
     aten.unique_consecutive.default: "a size",
     aten.repeat_interleave.Tensor: "a size",
     aten.bincount.default: "a size",
+    aten._linalg_check_errors.default: "an error code",
+    aten._linalg_svd.default: "an error code",
+    aten._linalg_eigh.default: "an error code",
 }
 _READ_METHODS = {"item": "a value", "tolist": "values", "nonzero": "a size", "cpu": "a copy to the CPU"}
 _COPIES = (aten.clone.default, aten.copy_.default)
@@ -150,8 +153,9 @@ def host_read_of(node: fx.Node) -> HostRead | None:
         return HostRead(str(node.target), _READ_METHODS[str(node.target)], node)
     if node.op != "call_function":
         return None
-    if node.target in READS and node.kwargs.get("output_size") is None:
-        return HostRead(operator_name(node), READS[node.target], node)
+    target = node.args[1] if operator_name(node) == "with_effects" else node.target
+    if target in READS and node.kwargs.get("output_size") is None:
+        return HostRead(str(target).rpartition(".")[0], READS[target], node)
     if node.target is aten.index.Tensor and any(map(_is_mask, node.args[1])):  # type: ignore[arg-type]
         return HostRead(operator_name(node), "a size", node)
     if _leaves_device(node):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_kv.tracing import counts
+from compiled_kv.tracing.events import is_torchs_or_pythons
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ def recording_mode(reads: list[EagerRead], device: torch.device | None = None) -
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     away = device is not None and device.type != "cpu"
-    dispatch = mode.dispatch
 
     def recording(func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,10 +43,40 @@ def recording_mode(reads: list[EagerRead], device: torch.device | None = None) -
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
         if func in _STAND_INS:
             return _STAND_INS[func](*args, **kwargs)
-        return dispatch(func, types, args, kwargs)
+        return type(mode).dispatch(mode, func, types, args, kwargs)
 
     mode.dispatch = recording  # type: ignore[method-assign]
     return mode
+
+
+@contextmanager
+def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
+    """Append to `reads` where code between two graphs prints or formats a tensor of an accelerator."""
+    before = torch._tensor_str._str
+
+    def text(tensor: Any, **given: Any) -> str:
+        if tensor.device.type != "cpu" and (place := _formatting_frame()):
+            reads.append(EagerRead("aten._local_scalar_dense", *place))
+        return before(tensor, **given)
+
+    torch._tensor_str._str = torch._dynamo.disable(text)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._tensor_str._str = before
+
+
+def _formatting_frame() -> tuple[str, int] | None:
+    """File and line that formats a tensor, where the step does and not the compiler in one of its messages."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename in _FORMATTERS:
+        frame = frame.f_back
+    return None if frame.f_code.co_filename.startswith(_TORCH) else _user_frame()
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+_FORMATTERS = tuple(f"{_TORCH}/{name}.py" for name in ("_tensor", "_tensor_str", "overrides", "_dynamo/eval_frame"))
 
 
 def _unique(x: Any, *_: Any, **__: Any) -> Any:
@@ -69,9 +100,6 @@ def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return func is counts.aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
 
 
-_INSIDE = (str(Path(torch.__file__).parent), __file__)
-
-
 def _user_frame() -> tuple[str, int] | None:
     """File and line of the code that asked, unless a compiled graph did."""
     frame = sys._getframe(1)
@@ -79,7 +107,7 @@ def _user_frame() -> tuple[str, int] | None:
         name = frame.f_code.co_filename
         if name.startswith("<eval_with_key>"):
             return None
-        if not name.startswith(_INSIDE):
+        if not (is_torchs_or_pythons(name) or name.startswith(_OWN)):
             return name, frame.f_lineno
         frame = frame.f_back
     return None

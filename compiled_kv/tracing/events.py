@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
+_PYTHON = sysconfig.get_path("stdlib")
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 _SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 
@@ -49,6 +51,8 @@ def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
     from torch._dynamo.utils import graph_break_reasons
 
     listed = [_graph_break(reason) for reason in graph_break_reasons]
+    # Behind a break dynamo also looks into what Python's own library calls, logging above all: no line of the step's.
+    listed = [each for each in listed if not is_torchs_or_pythons(each.file)] or listed
     places = {(each.file, each.line) for each in listed}
     return listed + [each for each in logged if (each.file, each.line) not in places]
 
@@ -76,6 +80,12 @@ def _graph_break(reason: Any) -> GraphBreak:
 
 
 def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """The last frame that is not torch's own."""
-    users = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    """The last frame that is neither torch's nor Python's own."""
+    users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])] or frames
     return users[-1] if users else ("", 0)
+
+
+def is_torchs_or_pythons(file: str) -> bool:
+    """Whether a file is of torch, of Python's standard library, or none at all."""
+    in_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return in_python or file.startswith((_TORCH, "<"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.eager_reads import EagerRead, recording_mode
+from compiled_kv.tracing.eager_reads import EagerRead, formatting_recorded, recording_mode
 from compiled_kv.tracing.events import Frozen, GraphBreak, Recompile, graph_breaks, recompiles
 from compiled_kv.tracing.fakes import Fakes, host
 from compiled_kv.tracing.recording import Recorder, compiler
@@ -128,7 +129,10 @@ def trace(
     others = [(fakes.arguments(tuple(each)), kwargs) for each in more]
     seen = where or _target_of(fakes)
     stopped, first = None, None
-    with compiler(settings or {}), seen.active(), recorder.listening(), mode, torch.no_grad():
+    around = (compiler(settings or {}), seen.active(), recorder.listening(), recorder.behind_nested_compilers())
+    with ExitStack() as stack:
+        for each in (*around, formatting_recorded(reads), mode, torch.no_grad()):
+            stack.enter_context(each)
         try:
             compiled = torch._dynamo.optimize(
                 recorder.backend, nopython=fullgraph, dynamic=dynamic, guard_export_fn=recorder.guards

@@ -105,6 +105,19 @@ class Recorder(logging.Handler):
             self.failure = self.failure or error
             return graph.forward
 
+    @contextmanager
+    def behind_nested_compilers(self) -> Iterator[None]:
+        """A function that the step calls, and that is compiled on its own, is kept here too: it must not run."""
+        wrappers = (torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper)
+        before = [(each, each.__call__) for each in wrappers]
+        for each in wrappers:
+            each.__call__ = lambda _, graph, inputs: self.backend(graph, inputs)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for each, call in before:
+                each.__call__ = call  # type: ignore[method-assign]
+
     def lower(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What AOTAutograd calls with the functionalized graph."""
         self._name_inputs(graph)

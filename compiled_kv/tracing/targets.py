@@ -64,6 +64,7 @@ class Target:
         with ExitStack() as stack:
             if not self.is_cpu:
                 stack.enter_context(_cuda_guard())
+                stack.enter_context(_cuda_calls())
                 stack.enter_context(_triton_driver(self.arch))
                 stack.enter_context(_capability(self.arch))
             yield
@@ -142,6 +143,51 @@ def _cuda_guard() -> Iterator[None]:
         yield
     finally:
         guards[_CUDA] = before
+
+
+@contextmanager
+def _cuda_calls() -> Iterator[None]:
+    """In a CPU-only build, answer what asks which device is current."""
+    if torch.version.cuda or torch.version.hip:
+        yield
+        return
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        return self.to(torch.device("cuda", 0), non_blocking=non_blocking, **kwargs)
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The borrowed guard says of `cuda` without an index that it is the meta device."""
+        if func is torch.ops.aten._to_copy.default and kwargs and kwargs.get("device") == torch.device("meta"):
+            kwargs = {**kwargs, "device": torch.device("cuda", 0)}
+        return plain(mode, func, types, args, kwargs)
+
+    plain = FakeTensorMode.dispatch
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (FakeTensorMode, "dispatch", dispatch),
+            (FunctionalTensor, "cuda", cuda),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "_exchange_device", lambda device: 0),
+            (torch.cuda, "_maybe_exchange_device", lambda device: 0),
+            (CudaInterface, "exchange_device", staticmethod(lambda device: 0)),
+            (CudaInterface, "maybe_exchange_device", staticmethod(lambda device: 0)),
+        ):
+            stack.enter_context(_replaced(owner, name, stand_in))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = vars(owner)[name]  # as it stands there: a static method stays one
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _guard_registry() -> Any:

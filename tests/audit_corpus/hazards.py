@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from tests.audit_corpus.library import Router, drop_padding, longest
 from tests.audit_corpus.numbers import NUMBERS
+from tests.audit_corpus.serving import SERVING
 from tests.toy_op import bump_out, bump_pair_out
 
-HAZARDS: dict[str, Any] = dict(NUMBERS)
+HAZARDS: dict[str, Any] = NUMBERS | SERVING
 
 
 def hazard(step: Any) -> Any:

@@ -14,6 +14,11 @@ def drop_padding(x: Tensor, mask: Tensor) -> Tensor:
     return x[mask]  # HAZARD data-dependent-shape
 
 
+@torch.compile
+def compiled_alone(x: Tensor) -> Tensor:
+    return x + int(x.argmax())  # HAZARD host-read
+
+
 class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for expert in range(2):
