@@ -184,7 +184,7 @@ def nested_compile(x: Tensor) -> Tensor:
 
 @hazard
 def solved(x: Tensor) -> Tensor:
-    return torch.linalg.solve(x[:, :4], x)  # HAZARD host-read
+    return torch.linalg.solve(x[:, :4] + torch.eye(4, device=x.device), x)  # HAZARD host-read
 
 
 # data-dependent-shape
