@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
-from compiled_kv.tracing import counts
+from compiled_kv.tracing import counts, reads
 from compiled_kv.tracing.graphs import Graphs
 
 READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
@@ -106,15 +106,15 @@ def _of_reason(reason: str, file: str, line: int) -> Iterator[Finding]:
 def host_read(graphs: Graphs) -> Iterator[Finding]:
     """Every spelling of a device value that becomes a Python one, in the graphs and between them."""
     lowered = set()
-    for read in counts.host_reads(graphs.aot):
+    for read in reads.host_reads(graphs.aot):
         place = places.of_node(read.node)
         lowered.add(place)
         yield _read(read.operator, read.what, place)
     for eager in graphs.eager_reads:
         lowered.add((eager.file, eager.line))
-        what = next((what for op, what in counts.READS.items() if eager.operator == _name(op)), "a copy to the CPU")
+        what = next((what for op, what in reads.READS.items() if eager.operator == _name(op)), "a copy to the CPU")
         yield _read(eager.operator, what, (eager.file, eager.line))
-    for read in counts.host_reads(graphs.dynamo):
+    for read in reads.host_reads(graphs.dynamo):
         place = places.of_node(read.node)
         if place not in lowered:
             yield (
@@ -168,7 +168,7 @@ def cpu_tensor(graphs: Graphs) -> Iterator[Finding]:
                 message = f"{text} on the CPU meets tensors of the device; CUDA graphs are skipped for it"
                 yield Finding("cpu-tensor", "warning", *_place_of(node, source), message, remedy)
 
-    for read in counts.cpu_reads(graphs.aot):
+    for read in reads.cpu_reads(graphs.aot):
         if not any(map(_is_a_number, read.node.all_input_nodes)):
             message = f"{read.operator}: {read.what} of a CPU tensor is read here; a captured graph keeps what it read"
             yield Finding("cpu-tensor", "warning", *places.of_node(read.node), message, remedy)

@@ -19,6 +19,7 @@ from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.replay.graphs import DecodeGraphs
 
 from ..tracing import counts
+from ..tracing.reads import host_reads
 
 
 class Compiled:
@@ -71,7 +72,7 @@ class Compiled:
     @property
     def host_reads(self) -> int:
         """Nodes of the graph that bring a value to the host."""
-        return len(counts.host_reads(self.graphs))
+        return len(host_reads(self.graphs))
 
 
 class ServedStep:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_kv.replay.names import Difference
-from compiled_kv.tracing import counts
+from compiled_kv.tracing import reads
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
@@ -86,7 +86,7 @@ class DispatchReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masked = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if func in counts.READS or masked:
+        if func in reads.READS or masked:
             raise Different(Difference("host read", f"the step calls {func} {_caller()}"))
         return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""What a captured graph holds of the things a decode step pays for: kernel launches, copies and host reads."""
+"""What a captured graph holds of the things a decode step pays for, kernel launches and copies; what its nodes are."""
 
 from __future__ import annotations
 
@@ -15,24 +15,6 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-READS = {
-    aten._local_scalar_dense.default: "a value",
-    aten.item.default: "a value",
-    aten.is_nonzero.default: "a truth value",
-    aten.equal.default: "a truth value",
-    aten.allclose.default: "a truth value",
-    aten.nonzero.default: "a size",
-    aten.masked_select.default: "a size",
-    aten._unique2.default: "a size",
-    aten.unique_dim.default: "a size",
-    aten.unique_consecutive.default: "a size",
-    aten.repeat_interleave.Tensor: "a size",
-    aten.bincount.default: "a size",
-    aten._linalg_check_errors.default: "an error code",
-    aten._linalg_svd.default: "an error code",
-    aten._linalg_eigh.default: "an error code",
-}
-_READ_METHODS = {"item": "a value", "tolist": "values", "nonzero": "a size", "cpu": "a copy to the CPU"}
 _COPIES = (aten.clone.default, aten.copy_.default)
 _SCATTERS = (
     aten.slice_scatter.default,
@@ -60,15 +42,6 @@ class Copy:
 
     operator: str
     bytes: int | None
-    node: fx.Node
-
-
-@dataclass(frozen=True)
-class HostRead:
-    """One node that makes the host wait for the device, and what it waits for."""
-
-    operator: str
-    what: str
     node: fx.Node
 
 
@@ -121,48 +94,6 @@ def launches(graphs: Sequence[fx.GraphModule]) -> list[Launch]:
     return [launch for node in nodes(graphs) if (launch := launch_of(node))]
 
 
-def host_reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
-    """Every node of a step that makes the host wait; in a step for an accelerator, what the CPU holds costs none."""
-    free = {read.node for read in cpu_reads(graphs)}
-    return [read for read in _reads(graphs) if read.node not in free]
-
-
-def cpu_reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
-    """Values and sizes that a step for an accelerator takes from CPU tensors."""
-    on_device = any(_device(node) not in ("", "cpu", "meta") for node in nodes(graphs))
-    return [read for read in _reads(graphs) if on_device and _reads_the_cpu(read.node)]
-
-
-def _reads(graphs: Sequence[fx.GraphModule]) -> list[HostRead]:
-    return [read for node in nodes(graphs) if (read := host_read_of(node))]
-
-
-def _device(node: Any) -> str:
-    value = value_of(node)
-    return value.device.type if isinstance(value, Tensor) else ""
-
-
-def _reads_the_cpu(node: fx.Node) -> bool:
-    kinds = {_device(source) for source in node.all_input_nodes} - {""}
-    return kinds == {"cpu"}
-
-
-def host_read_of(node: fx.Node) -> HostRead | None:
-    """What the host waits for at `node`, or None."""
-    if node.op == "call_method" and node.target in _READ_METHODS:
-        return HostRead(str(node.target), _READ_METHODS[str(node.target)], node)
-    if node.op != "call_function":
-        return None
-    target = node.args[1] if operator_name(node) == "with_effects" else node.target
-    if target in READS and node.kwargs.get("output_size") is None:
-        return HostRead(str(target).rpartition(".")[0], READS[target], node)
-    if node.target is aten.index.Tensor and any(map(_is_mask, node.args[1])):  # type: ignore[arg-type]
-        return HostRead(operator_name(node), "a size", node)
-    if _leaves_device(node):
-        return HostRead(operator_name(node), "a copy to the CPU", node)
-    return None
-
-
 def copies(graphs: Sequence[fx.GraphModule]) -> list[Copy]:
     """Copies left in `graphs` once they went through `reused`."""
     found = (node for node in nodes(graphs) if node.op == "call_function" and node.target in _COPIES + _SCATTERS)
@@ -211,7 +142,7 @@ def operator_name(node: fx.Node) -> str:
 
 def lists_of(node: fx.Node) -> list[list[int]]:
     """The lists of Python numbers that a tensor of an accelerator is indexed with at `node`, as in `x[[2, 0]]`."""
-    if node.target is not operator.getitem or _device(node) in ("", "cpu", "meta"):
+    if node.target is not operator.getitem or device_of(node) in ("", "cpu", "meta"):
         return []
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return [each for each in index if isinstance(each, list) and each and all(isinstance(n, int) for n in each)]
@@ -231,6 +162,12 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else node
 
 
+def device_of(node: Any) -> str:
+    """The device type of the tensor a node stands for; "" for anything else."""
+    value = value_of(node)
+    return value.device.type if isinstance(value, Tensor) else ""
+
+
 def tensor_bytes(value: Any) -> int | None:
     """Bytes of a tensor; a symbolic size counts as the example it was traced with."""
     if not isinstance(value, Tensor):
@@ -238,18 +175,3 @@ def tensor_bytes(value: Any) -> int | None:
     sizes: list[Any] = [getattr(size, "node", size) for size in value.shape]
     sizes = [getattr(size, "hint", size) for size in sizes]
     return None if None in sizes else math.prod(sizes) * value.element_size()
-
-
-def _is_mask(node: Any) -> bool:
-    value = value_of(node)
-    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
-
-
-def _leaves_device(node: fx.Node) -> bool:
-    result = value_of(node)
-    sources = [value_of(argument) for argument in node.all_input_nodes]
-    return (
-        isinstance(result, Tensor)
-        and result.device.type == "cpu"
-        and any(isinstance(value, Tensor) and value.device.type not in ("cpu", "meta") for value in sources)
-    )

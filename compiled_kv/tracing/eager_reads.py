@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compiled_kv.tracing import counts
 from compiled_kv.tracing.events import is_torchs_or_pythons
+from compiled_kv.tracing.reads import READS, aten
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ def recording_mode(reads: list[EagerRead], device: torch.device | None = None) -
 
     def recording(func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        waits = func in counts.READS and not (away and args[0].device.type == "cpu")
+        waits = func in READS and not (away and args[0].device.type == "cpu")
         if (waits or _leaves_device(func, args, kwargs)) and (place := _user_frame()):
             reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
-        if func is counts.aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default:
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
         if func in _STAND_INS:
             return _STAND_INS[func](*args, **kwargs)
@@ -84,20 +84,20 @@ def _unique(x: Any, *_: Any, **__: Any) -> Any:
 
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
-    counts.aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
-    counts.aten.masked_select.default: lambda x, mask: x.new_empty(x.numel()),
-    counts.aten._unique2.default: _unique,
-    counts.aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape[0], dtype=torch.int64),
-    counts.aten.equal.default: lambda *_: True,
-    counts.aten.allclose.default: lambda *_, **__: True,
-    counts.aten.is_nonzero.default: lambda *_: True,
+    aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
+    aten.masked_select.default: lambda x, mask: x.new_empty(x.numel()),
+    aten._unique2.default: _unique,
+    aten.repeat_interleave.Tensor: lambda repeats, **_: repeats.new_empty(repeats.shape[0], dtype=torch.int64),
+    aten.equal.default: lambda *_: True,
+    aten.allclose.default: lambda *_, **__: True,
+    aten.is_nonzero.default: lambda *_: True,
 }
 
 
 def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if func is counts.aten._to_copy.default:
+    if func is aten._to_copy.default:
         return args[0].device.type != "cpu" and torch.device(kwargs.get("device") or args[0].device).type == "cpu"
-    return func is counts.aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
+    return func is aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
 
 
 def _user_frame() -> tuple[str, int] | None:

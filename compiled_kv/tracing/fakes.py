@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,27 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-_OPAQUE = {
-    "torch",
-    "triton",
-    "logging",
-    "threading",
-    "_thread",
-    "weakref",
-}  # operators, streams, locks: copied by reference
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    torch.dtype,
-    torch.device,
-)
+from compiled_kv.tracing.walking import LEAVES, inside, is_opaque
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +95,7 @@ class Fakes:
             value, moves = stack.pop()
             if isinstance(value, torch.device) and moves and self.device is not None:
                 self._keep(value, self.device)  # what an object says of where its tensors are
-            if isinstance(value, _LEAVES) or id(value) in self._seen:
+            if isinstance(value, LEAVES) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
             if isinstance(value, host):
@@ -124,10 +104,10 @@ class Fakes:
                 self._keep(value, self.tensor(value, self.device if moves else None))
             elif isinstance(value, types.FunctionType):
                 self._keep(value, self._function(value))
-            elif _is_opaque(value):
+            elif is_opaque(value):
                 self._keep(value, value)
             else:
-                stack += _inside(value, moves)
+                stack += inside(value, moves)
 
     def _copy(self, value: Any) -> Any:
         try:
@@ -174,34 +154,3 @@ class Fakes:
             self._find(module, moves=False)
             new[name] = self._copy(module)
         new.update({name: self._function(function) for name, function in beside.items()})
-
-
-def _is_opaque(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in _OPAQUE and not isinstance(
-        value, nn.Module | dict | list | tuple
-    )
-
-
-def _inside(value: Any, moves: bool) -> Iterable[tuple[Any, bool]]:
-    """What `value` holds, each with whether its tensors move."""
-    if isinstance(value, nn.Module):
-        yield from ((child, False) for child in value._modules.values())
-        yield from ((tensor, True) for tensor in (*value._parameters.values(), *value._buffers.values()))
-        moves = False
-    if isinstance(value, dict):
-        yield from ((item, moves) for pair in value.items() for item in pair)
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((item, moves) for item in value)
-    if isinstance(value, types.MethodType):
-        yield from ((value.__self__, moves), (value.__func__, moves))
-    elif isinstance(value, partial):
-        yield from ((item, moves) for item in (value.func, value.args, value.keywords))
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        hidden = ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ()
-        yield from ((item, moves) for name, item in attributes.items() if name not in hidden)
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and not name.startswith("__"):
-                yield getattr(value, name), moves

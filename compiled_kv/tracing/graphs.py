@@ -25,6 +25,7 @@ from compiled_kv.tracing import counts
 from compiled_kv.tracing.eager_reads import EagerRead, formatting_recorded, recording_mode
 from compiled_kv.tracing.events import Frozen, GraphBreak, Recompile, graph_breaks, recompiles
 from compiled_kv.tracing.fakes import Fakes, host
+from compiled_kv.tracing.reads import HostRead, host_reads
 from compiled_kv.tracing.recording import Recorder, compiler
 from compiled_kv.tracing.targets import Target
 
@@ -71,9 +72,9 @@ class Graphs:
         return None if sizes is None or None in sizes else sum(size or 0 for size in sizes)
 
     @property
-    def host_reads(self) -> list[counts.HostRead | EagerRead] | None:
+    def host_reads(self) -> list[HostRead | EagerRead] | None:
         """What makes the host wait for the device, inside the graphs and between them."""
-        return [*counts.host_reads(self.aot), *self.eager_reads] if self._lowered else None
+        return [*host_reads(self.aot), *self.eager_reads] if self._lowered else None
 
     @property
     def _lowered(self) -> bool:

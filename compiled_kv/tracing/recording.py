@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import re
@@ -15,17 +14,17 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Frozen, GraphBreak, innermost
+from compiled_kv.tracing.events import Frozen, innermost
+from compiled_kv.tracing.listening import Listener
+from compiled_kv.tracing.literals import without_literals
 
-_BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
-_BREAK = re.compile(r"in user code at (.+):(\d+)\n")
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NUMBER = re.compile(r"L\['(\w+)'\] == (-?[\d.]+(?:e-?\d+)?)")
 _ARGUMENT = re.compile(r"^L_args_(\d+)_")
 
 
-class Recorder(logging.Handler):
+class Recorder(Listener):
     """A compiler backend that keeps each graph at each tier, and torch's word that an analysis fell back.
 
     Args:
@@ -33,50 +32,16 @@ class Recorder(logging.Handler):
     """
 
     def __init__(self, fn: Callable[..., Any]):
-        super().__init__(logging.DEBUG)
+        super().__init__()
         self.parameters = _parameter_names(fn)
         self.dynamo: list[fx.GraphModule] = []
         self.aot: list[fx.GraphModule] = []
         self.settled: list[fx.GraphModule] = []
-        self.fallbacks: list[str] = []
-        self.limits: list[str] = []
-        self.breaks: list[GraphBreak] = []
         self.frozen: list[Frozen] = []
         self.fed_back: list[fx.Node] = []
         self.outputs: dict[int, Any] = {}
         self.pending: dict[int, Any] = {}
         self.failure: BaseException | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """What torch would print of breaks and failures goes on record here instead."""
-        breaks, structured = logging.getLogger(_BREAK_LOG), logging.getLogger("torch.__trace")
-        loggers = dict.fromkeys([logging.getLogger("torch._dynamo"), breaks, structured, *_torchs_loggers()])
-        before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
-        for logger in loggers:
-            logger.handlers, logger.propagate = [self], False
-        breaks.setLevel(logging.DEBUG)
-        structured.handlers = []  # torch then leaves out its structured trace, which no one reads here
-        disabled, logging.root.manager.disable = logging.root.manager.disable, logging.NOTSET
-        try:
-            yield
-        finally:
-            logging.root.manager.disable = disabled
-            for logger, handlers, propagate, level in before:
-                logger.handlers, logger.propagate = handlers, propagate
-                logger.setLevel(level)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "assuming every input is mutated" in text:
-            cause = record.exc_info[1] if record.exc_info else None
-            self.fallbacks.append(f"{type(cause).__name__}: {cause}")
-        elif "recompile_limit" in text:
-            self.limits.append(text)
-        elif match := _BREAK.search(text):
-            reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
-            frames = [(frame[1], int(frame[2])) for frame in _FRAME.finditer(text)]
-            self.breaks.append(GraphBreak(reason, *innermost(frames or [(match[1], int(match[2]))])))
 
     def guards(self, guards: Any) -> None:
         """What dynamo calls with the guards of each graph."""
@@ -97,7 +62,7 @@ class Recorder(logging.Handler):
         self.dynamo.append(graph)
         try:
             lower = aot_autograd(fw_compiler=self.lower, keep_inference_input_mutations=True)
-            return lower(_without_literals(graph), inputs)
+            return lower(without_literals(graph), inputs)
         except RestartAnalysis:  # dynamo knows what to do: it traces again, with a number specialized
             self.dynamo.pop()
             raise
@@ -183,57 +148,6 @@ class Recorder(logging.Handler):
     def _parameter(self, match: re.Match[str]) -> str:
         index = int(match[1])
         return f"L_{self.parameters[index]}_" if index < len(self.parameters) else match[0]
-
-
-def _torchs_loggers() -> Iterator[logging.Logger]:
-    """Those of torch's loggers that print by themselves."""
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger) and logger.handlers:
-            yield logger
-
-
-def _without_literals(graph: fx.GraphModule) -> fx.GraphModule:
-    """`torch.tensor(0.5, device="cuda")` as a fill: AOTAutograd cannot make such a tensor where there is no GPU.
-
-    The same for the tensor behind `x[[0]]`.
-    """
-    if torch.cuda.is_available() or not any(_is_literal(node) or counts.lists_of(node) for node in graph.graph.nodes):
-        return graph
-    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    for node in copied.graph.nodes:
-        if counts.lists_of(node):
-            _fill_lists(node)
-    for node in filter(_is_literal, copied.graph.nodes):
-        made = counts.value_of(node)
-        number = node.args[0]
-        while isinstance(number, list | tuple):
-            number = number[0] if number else 0
-        node.target, node.args = torch.full, (tuple(made.shape), number)
-        node.kwargs = {"dtype": made.dtype, "device": made.device}
-    copied.recompile()
-    return copied
-
-
-def _fill_lists(node: fx.Node) -> None:
-    """Write an index that is a list of one number as a fill."""
-    source, index = node.args
-    items = index if isinstance(index, tuple) else (index,)
-    device = counts.value_of(source).device
-    with node.graph.inserting_before(node):
-        kwargs = {"dtype": torch.int64, "device": device}
-        filled = [
-            node.graph.call_function(torch.full, ((1,), item[0]), kwargs)
-            if item in counts.lists_of(node) and len(item) == 1
-            else item
-            for item in items
-        ]
-    node.args = (source, tuple(filled) if isinstance(index, tuple) else filled[0])
-
-
-def _is_literal(node: fx.Node) -> bool:
-    made = counts.value_of(node)
-    literal = node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes
-    return literal and isinstance(made, torch.Tensor) and made.numel() <= 1 and made.device.type == "cuda"
 
 
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import operator
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.spelling import clean, dtype_name, sizes, wrap
+from compiled_kv.tracing.reads import host_read_of
+from compiled_kv.tracing.spelling import clean, wrap
+from compiled_kv.tracing.values import Values
 
 if TYPE_CHECKING:
     from compiled_kv.tracing.graphs import Graphs
@@ -63,14 +63,8 @@ def summary(graphs: Graphs) -> str:
     return line
 
 
-class Rendering:
+class Rendering(Values):
     """Writes one graph: names for its values, letters for its sizes."""
-
-    def __init__(self, graph: fx.GraphModule):
-        self.graph = graph.graph
-        self.names: dict[fx.Node, str] = {}
-        self.taken: dict[str, int] = {}
-        self.letters: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def text(self, detail: str = "full") -> str:
         """The graph in as much detail as `render` says."""
@@ -159,7 +153,7 @@ class Rendering:
 
     def is_inline(self, node: fx.Node) -> bool:
         """Whether a node is written where it is used (sizes, items of a result, fresh buffers) or checks something."""
-        if counts.host_read_of(node):
+        if host_read_of(node):
             return False
         if node.target is operator.getitem and _is_tuple(node.args[0]):
             return True
@@ -168,73 +162,6 @@ class Rendering:
             return True
         fresh = _FRESH.fullmatch(name) or isinstance(counts.value_of(node), _SIZES)
         return bool(fresh) or self.same_as(node) is not node
-
-    def same_as(self, node: fx.Node) -> Any:
-        """What a node merely passes on: the source of a functional copy, what is sliced whole, a scalar."""
-        aten = counts.aten
-        if node.target is aten.copy.default and _alike(*node.args[:2]):
-            return node.args[1]
-        if node.target is aten.slice.Tensor and _alike(node, node.args[0]):
-            return node.args[0]
-        if node.target is aten.alias.default:
-            return node.args[0]
-        if node.target is aten.scalar_tensor.default:
-            return node.args[0]
-        if node.target is aten.full.default and node.args[0] == []:
-            return node.args[1]
-        return node
-
-    def value(self, item: Any) -> str:
-        while isinstance(item, fx.Node) and (source := self.same_as(item)) is not item:
-            item = source
-        if isinstance(item, fx.Node):
-            return self.node(item)
-        if isinstance(item, list | tuple):
-            return f"[{', '.join(map(self.value, item))}]"
-        if isinstance(item, dict):
-            return "{" + ", ".join(f"{key}: {self.value(value)}" for key, value in item.items()) + "}"
-        if isinstance(item, slice):
-            ends = ("" if end is None else self.value(end) for end in (item.start, item.stop, item.step))
-            return ":".join(ends).removesuffix(":") or ":"
-        if isinstance(item, torch.dtype):
-            return dtype_name(item)
-        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self.expression(item.node.expr)
-        if item == sys.maxsize and isinstance(item, int):
-            return "end"
-        return str(item) if not isinstance(item, str) else repr(item)
-
-    def node(self, node: fx.Node) -> str:
-        if node in self.names:
-            return self.names[node]
-        value = counts.value_of(node)
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            source = node.args[0]
-            key = node.args[1]
-            if counts.launch_of(source):
-                return f"{self.value(source)}.{str(key).removesuffix('_ptr')}"
-            if not isinstance(value, int | torch.SymInt):
-                return f"{self.value(source)}[{key}]"
-        if isinstance(value, Tensor):
-            return f"new {self.type(value)}"
-        return self.value(value)
-
-    def type(self, value: Any) -> str:
-        if isinstance(value, list | tuple):
-            return f"({', '.join(map(self.type, value))})"
-        if not isinstance(value, Tensor):
-            return "size" if isinstance(value, torch.SymInt) else type(value).__name__
-        return f"{dtype_name(value.dtype)}[{', '.join(self.value(size) for size in value.shape)}]"
-
-    def expression(self, expression: sympy.Expr) -> str:
-        for symbol in sorted(expression.free_symbols, key=str):
-            if symbol not in self.letters:
-                self.letters[symbol] = sympy.Symbol(f"s{len(self.letters)}", integer=True)
-        return sizes(expression.xreplace(self.letters))
-
-    def fresh(self, name: str) -> str:
-        self.taken[name] = self.taken.get(name, 0) + 1
-        return name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
 
 
 def is_own(node: fx.Node) -> bool:
@@ -252,10 +179,3 @@ def namespace(node: fx.Node) -> str:
 
 def _is_tuple(node: Any) -> bool:
     return isinstance(node, fx.Node) and not isinstance(counts.value_of(node), Tensor)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    a, b = counts.value_of(one), counts.value_of(other)
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return False
-    return a.dtype == b.dtype and str(a.shape) == str(b.shape)  # comparing sizes would put a guard on them

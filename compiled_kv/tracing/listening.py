@@ -1,0 +1,62 @@
+"""What torch logs during a trace, kept instead of printed: breaks, recompiles past the limit, analyses given up."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from compiled_kv.tracing.events import GraphBreak, innermost
+
+_BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
+_BREAK = re.compile(r"in user code at (.+):(\d+)\n")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+
+
+class Listener(logging.Handler):
+    """Takes the place of torch's log handlers for the time of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.fallbacks: list[str] = []
+        self.limits: list[str] = []
+        self.breaks: list[GraphBreak] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """What torch would print of breaks and failures goes on record here instead."""
+        breaks, structured = logging.getLogger(_BREAK_LOG), logging.getLogger("torch.__trace")
+        loggers = dict.fromkeys([logging.getLogger("torch._dynamo"), breaks, structured, *_torchs_loggers()])
+        before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+        for logger in loggers:
+            logger.handlers, logger.propagate = [self], False
+        breaks.setLevel(logging.DEBUG)
+        structured.handlers = []  # torch then leaves out its structured trace, which no one reads here
+        disabled, logging.root.manager.disable = logging.root.manager.disable, logging.NOTSET
+        try:
+            yield
+        finally:
+            logging.root.manager.disable = disabled
+            for logger, handlers, propagate, level in before:
+                logger.handlers, logger.propagate = handlers, propagate
+                logger.setLevel(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "assuming every input is mutated" in text:
+            cause = record.exc_info[1] if record.exc_info else None
+            self.fallbacks.append(f"{type(cause).__name__}: {cause}")
+        elif "recompile_limit" in text:
+            self.limits.append(text)
+        elif match := _BREAK.search(text):
+            reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
+            frames = [(frame[1], int(frame[2])) for frame in _FRAME.finditer(text)]
+            self.breaks.append(GraphBreak(reason, *innermost(frames or [(match[1], int(match[2]))])))
+
+
+def _torchs_loggers() -> Iterator[logging.Logger]:
+    """Those of torch's loggers that print by themselves."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger) and logger.handlers:
+            yield logger
