@@ -121,8 +121,8 @@ def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, lay
     check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
 
 
-def check_table_output(sizes: Sizes, name: str, table: Tensor, layout: KVLayout) -> None:
-    sizes.check_output(name, table, INT32, "B", "P")
+def check_table_output(sizes: Sizes, name: str, table: Tensor, layout: KVLayout, rows: str = "B") -> None:
+    sizes.check_output(name, table, INT32, rows, "P")
     check_width(name, table.shape[1], layout.max_num_pages, "columns")
 
 

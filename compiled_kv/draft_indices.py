@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
     INT32,
     INTS,
@@ -105,7 +106,8 @@ def _draft_kv_indices_out(
         _launch(out, given, settings, clear)
         return
     indptr, indices, written = cpu_body(given, settings, kv_indices.shape[1])
-    kv_indptr[:num_steps, : indptr.shape[1]].copy_(indptr)
+    # A copy into a slice would be guarded on whether it is the whole buffer.
+    kv_indptr[:num_steps].index_copy_(1, cpu.iota(indptr.shape[1], indptr), indptr)
     steps = kv_indices[:num_steps]
     steps.copy_(indices if clear else torch.where(written, indices, steps))
 

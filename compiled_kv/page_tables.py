@@ -78,7 +78,7 @@ def _launch(
     out: Tensor, req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None,
     page_size: int, cap: int, clear: bool,
 ) -> None:  # fmt: skip
-    batch_size, width = out.shape
+    batch_size, width = req_pool_indices.shape[0], out.shape[1]
     block = columns_a_turn(page_size)
     launch(
         _page_table_kernel, (batch_size, programs_a_row(batch_size, width, block)),
@@ -190,7 +190,9 @@ def _flashmla_kv_indices_out(
     req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None, out: Tensor,
     page_size: int, cap: int, clear: bool,
 ) -> None:  # fmt: skip
-    _fill(out, req_to_token, req_pool_indices, kv_lens, kv_start, page_size, cap, clear)
+    # A kernel takes a larger batch's table as it is: a graph would clone a slice.
+    table = out if runs_kernel(out) else out[: kv_lens.shape[0]]
+    _fill(table, req_to_token, req_pool_indices, kv_lens, kv_start, page_size, cap, clear)
 
 
 def page_table(
@@ -219,7 +221,9 @@ def page_table(
     sizes.check("cache_seqlens", cache_seqlens, INTS, "B")
     given = {"req_to_token": req_to_token, "req_pool_indices": req_pool_indices, "cache_seqlens": cache_seqlens}
     operators = torch.ops.compiled_kv.page_table, torch.ops.compiled_kv.page_table_out
-    return _call(*operators, sizes, given, layout, out, tail)
+    if out is not None:
+        check_table_output(sizes, "out", out, layout)
+    return _call(*operators, given, layout, out, tail)
 
 
 def flashmla_kv_indices(
@@ -229,10 +233,12 @@ def flashmla_kv_indices(
     """FlashMLA's block index: page ids of `kv_lens` tokens of each row, counted from `kv_start`.
 
     Args:
-        req_to_token, req_pool_indices, layout, out, tail: as in `page_table`.
+        req_to_token, req_pool_indices, layout, tail: as in `page_table`.
         kv_lens: int [B], tokens each row reads, from its start on; clamped to [0, layout.max_seqlen_k].
         kv_start: int [B], position the first column reads; None for 0. Column p reads position
             kv_start + p * page_size, and -1 where that lies beyond the pool's width.
+        out: int32 [N, P], N >= B, P >= layout.max_num_pages, written in place and returned; rows may be strided. Those
+            from B on keep their values.
 
     Returns:
         int32 [B, layout.max_num_pages], or `out`.
@@ -252,18 +258,21 @@ def flashmla_kv_indices(
         "kv_start": kv_start,
     }
     operators = torch.ops.compiled_kv.flashmla_kv_indices, torch.ops.compiled_kv.flashmla_kv_indices_out
-    return _call(*operators, sizes, given, layout, out, tail)
+    if out is not None:
+        check_table_output(sizes, "out", out, layout, rows="N")
+        if out.shape[0] < kv_lens.shape[0]:
+            raise ValueError(f"out must have at least the {kv_lens.shape[0]} rows of the batch, got {out.shape[0]}")
+    return _call(*operators, given, layout, out, tail)
 
 
 def _call(
-    functional: Callable[..., Tensor], in_place: Callable[..., None], sizes: Sizes,
-    given: Mapping[str, Tensor | None], layout: KVLayout, out: Tensor | None, tail: str,
+    functional: Callable[..., Tensor], in_place: Callable[..., None], given: Mapping[str, Tensor | None],
+    layout: KVLayout, out: Tensor | None, tail: str,
 ) -> Tensor:  # fmt: skip
     check_tail(tail, out)
     bounds = layout.page_size, layout.max_seqlen_k
     if out is None:
         return functional(*given.values(), *bounds, layout.max_num_pages)
-    check_table_output(sizes, "out", out, layout)
     check_distinct({"out": out}, given)
     in_place(*given.values(), out, *bounds, tail == "clear")
     return out

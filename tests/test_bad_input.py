@@ -74,6 +74,7 @@ BAD: dict[str, tuple[Form, Change, type[Exception], str]] = {
     "out-narrower-than-the-layout": (PAGE_TABLE, {"out": table(3, 6)}, ValueError, "out must have at least 7 columns for this layout, got 6"),
     "out-of-int64": (PAGE_TABLE, {"out": table(dtype=wide)}, TypeError, "out must be int32, got int64"),
     "out-with-a-row-too-many": (PAGE_TABLE, {"out": table(4)}, ValueError, "out must be [B, P] with B=3, got [4, 9]"),
+    "indices-with-a-row-too-few": (FLASHMLA, {"out": table(2)}, ValueError, "out must have at least the 3 rows of the batch, got 2"),
     "out-elsewhere": (PAGE_TABLE, {"out": on_meta}, ValueError, "out must be on cpu, as req_to_token is, got meta"),
     "out-of-strided-columns": (PAGE_TABLE, {"out": table(3, 20)[:, ::2]}, ValueError, "out must have unit column stride, got strides [25, 2]"),
     "out-transposed": (PAGE_TABLE, {"out": table(9, 3).T}, ValueError, "out must have unit column stride, got strides [1, 8]"),

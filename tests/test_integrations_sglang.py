@@ -102,6 +102,45 @@ def test_flashmla_indices_begin_at_the_start_offset(start: list[int] | None, dty
     assert is_clean_around(out)
 
 
+@devices
+@pytest.mark.parametrize("start", [None, [3, 0, 4]], ids=["no-start", "start"])
+def test_the_grid_says_how_many_rows_of_larger_buffers_are_read_and_written(
+    start: list[int] | None, device: str
+) -> None:
+    """As a captured step's buffers are: made for three requests or more, two of them in use."""
+    pool, rows, lens = batch(device, torch.int32, torch.int64)
+    starts = None if start is None else torch.tensor(start, device=device)
+    out, bounds = table(device, 4), torch.tensor([0, 5, 5, 27], dtype=torch.int32, device=device)
+    kernel = sglang.create_flashmla_kv_indices_triton[(2, 1)]
+    kernel(pool, rows, lens, starts, out, pool.stride(0), out.stride(0), PAGED_SIZE=PS)
+    heads = [slots_of(r, n, s) for r, n, s in zip(ROWS[:2], LENS[:2], start or [0, 0])]
+    assert out.tolist() == [line([slot // PS for slot in head]) for head in heads] + [line([])] * 2
+    assert is_clean_around(out)
+    indices = vector(device, 27)
+    sglang.create_flashinfer_kv_indices_triton[(2,)](pool, rows, lens, bounds, starts, indices, pool.stride(0))
+    first = (start or [0])[0]
+    assert indices.tolist() == line(POOL.tolist()[ROWS[0]][first : first + LENS[0]], 27)
+
+
+def test_a_batch_larger_than_its_rows_is_refused() -> None:
+    pool, rows, lens = batch("cpu", torch.int32, torch.int64)
+    full, sums, lengths, bounds = table("cpu", 4), vector("cpu", 5), vector("cpu", 4), torch.arange(5)
+    wide = table("cpu", 1, 40), table("cpu", 1, 5)
+    strides = pool.stride(0), *(out.stride(0) for out in wide)
+    with pytest.raises(ValueError, match=r"grid\[0\] must be at most 3, got 4"):
+        sglang.create_flashmla_kv_indices_triton[(4, 1)](pool, rows, lens, None, full, 28, 12, 4)
+    with pytest.raises(ValueError, match=r"grid\[0\] must be at most 3, got 4"):
+        sglang.create_flashinfer_kv_indices_triton[(4,)](pool, rows, lens, bounds, None, sums, pool.stride(0))
+    with pytest.raises(ValueError, match=r"grid\[1\] must be at most 3, got 4"):
+        sglang.generate_draft_decode_kv_indices[(1, 4, 1)](rows, pool, lens, *wide, lens, *strides, 4, 1, 4, 1)
+    with pytest.raises(ValueError, match="bs must be at most 3, got 4"):
+        sglang.update_trtllm_mla_graph_metadata(
+            req_pool_indices=rows, seq_lens=lens, req_to_token=pool, block_kv_indices=full, bs=4, seqlen_offset=0,
+            page_size=PS, seq_lens_k=lengths,
+        )  # fmt: skip
+    assert all((out == KEPT).all() for out in (full, sums, lengths, *wide))
+
+
 def test_number_of_index_blocks_covers_the_table() -> None:
     assert [sglang.get_num_kv_index_blocks_flashmla(w, 64) for w in (1, 64, 65, 2049)] == [1, 1, 2, 33]
     assert sglang.get_num_kv_index_blocks_flashmla(65, 32) == 1
@@ -150,6 +189,15 @@ def test_mha_graph_metadata_without_tables_translates_slots_all_the_same(device:
     out = torch.tensor([44, 45, 46, 47, 48, 49], device=device)
     update(out_cache_loc=out)
     assert swa_loc.tolist() == [mapped(44 + i) for i in range(4)]  # what does not fit is left out
+    for max_seq_pages in (0, 1):  # of tables that nobody asked for: they bound no length
+        lengths.fill_(KEPT)
+        update(max_seq_pages=max_seq_pages)
+        assert (lengths.tolist(), sums.tolist()) == ([6, 1, 23], [0, 6, 7, 30])
+        lengths.fill_(KEPT)
+        sglang.normal_decode_set_metadata(
+            lengths, sums, full, pool, rows, max_seq_pages, lens, 1, PS, skip_page_table=True
+        )
+        assert lengths.tolist() == [6, 1, 23] and full.tolist() == [line([])] * 3
 
 
 @devices
@@ -381,6 +429,11 @@ def test_a_compiled_step_holds_the_calls_whole() -> None:
         other = full.new_zeros(bs, width)
         kernel = sglang.create_flashmla_kv_indices_triton[(bs, 1)]
         kernel(pool, rows, lens, None, other, pool.stride(0), other.stride(0), PAGED_SIZE=PS)
+        # Buffers for three requests, which the batch fills or does not.
+        indices, indptr = full.new_zeros(1, 40), full.new_zeros(1, 4)
+        drafts = sglang.generate_draft_decode_kv_indices[(1, bs, 1)]
+        strides = pool.stride(0), indices.stride(0), indptr.stride(0)
+        drafts(rows, pool, lens, indices, indptr, lens, *strides, 4, 1, 4, PS)
         return other
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from torch import Tensor
 
 from compiled_kv.draft_indices import draft_kv_indices
-from compiled_kv.integrations.layouts import check_stride
-from compiled_kv.layout import KVLayout
+from compiled_kv.integrations.layouts import Subscripted, check_batch, check_stride, layout_of
 
 
 def _generate(
-    grid: tuple[int, int, int], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
+    grid: tuple[int, ...], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
     kv_indices: Tensor, kv_indptr: Tensor, positions: Tensor, row_stride: int, kv_indices_stride: int,
     kv_indptr_stride: int, bs_upper: int, iter_upper: int, num_tokens_upper: int, page_size: int,
     window_size: int = 0, sink_size: int = 0, NUM_STEPS: int = 0, ENTRY_PAGE_SIZE: int = 1,
@@ -23,10 +19,11 @@ def _generate(
 
     Args:
         grid: (steps, bs, topk), or (programs, bs, topk) where NUM_STEPS says the steps.
-        req_pool_indices, paged_kernel_lens: int [bs]; req_to_token: int [R, C], or pages where ENTRY_PAGE_SIZE > 1.
+        req_pool_indices, paged_kernel_lens: int, bs entries or more.
+        req_to_token: int [R, C], or pages where ENTRY_PAGE_SIZE > 1.
         kv_indices: int32 or int64 [steps, S], entries past the last branch's keep their values.
         kv_indptr: int32 [steps, bs * topk + 1] or wider, from 0 on.
-        positions: int [bs * topk], the lengths that kv_indptr adds up.
+        positions: int, bs * topk entries or more, the lengths that kv_indptr adds up.
         row_stride, kv_indices_stride, kv_indptr_stride: row strides, for the kernel's sake.
         bs_upper, iter_upper, num_tokens_upper: of the kernel's blocks; not used.
         page_size: branches of a request lie on pages of their own.
@@ -40,20 +37,13 @@ def _generate(
     check_stride("kv_indices_stride", kv_indices_stride, kv_indices, "kv_indices")
     check_stride("kv_indptr_stride", kv_indptr_stride, kv_indptr, "kv_indptr")
     steps, bs, topk = NUM_STEPS or grid[0], grid[1], grid[2]
+    check_batch("grid[1]", bs, req_pool_indices)
     draft_kv_indices(
         req_to_token, req_pool_indices[:bs], paged_kernel_lens[:bs], num_steps=steps, topk=topk,
-        layout=KVLayout(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE), positions=positions[: bs * topk],
+        layout=layout_of(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE), positions=positions[: bs * topk],
         page_map=v2p if TRANSLATE else None, entry_page_size=ENTRY_PAGE_SIZE, window=window_size, sinks=sink_size,
         out=(kv_indptr, kv_indices), tail="keep",
     )  # fmt: skip
 
 
-class _DraftKernel:
-    """Called as `name[grid](...)`; the grid says how many steps, requests and branches there are."""
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return partial(_generate, grid)
-
-
-generate_draft_decode_kv_indices = _DraftKernel()
-generate_draft_decode_kv_indices.__doc__ = _generate.__doc__
+generate_draft_decode_kv_indices = Subscripted(_generate)

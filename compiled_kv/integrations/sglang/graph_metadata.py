@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
-from compiled_kv.integrations.layouts import layout_of
+from compiled_kv.integrations.layouts import check_batch, layout_of
 
 Q_NONE, Q_CUMSUM, Q_STRIDED = range(3)
 
@@ -72,7 +72,7 @@ def normal_decode_set_metadata(
     skip_page_table: bool = False, full_v2p: Tensor | None = None, swa_v2p: Tensor | None = None,
     zero_tail: bool = False,
 ) -> None:  # fmt: skip
-    """Lengths, prefix sums of keys and page tables of a decode step; every tensor with any strides.
+    """Lengths, prefix sums of keys and page tables of a decode step; inputs and tables have any strides.
 
     Args:
         cache_seqlens_int32: int32 [bs]; cu_seqlens_k: int32 [bs + 1]; page_table, swa_page_table: int32 [bs, P].
@@ -122,11 +122,15 @@ def _write(
     clear: bool = False,
 ) -> None:  # fmt: skip
     """The first `bs` rows and `width` columns, through the operator."""
+    check_batch("bs", bs, req_pool_indices)
     if bs == 0:
         return
+    # A step without tables is not bound by their width.
+    columns = None if out.page_table is None else width
+    bounds = (req_to_token.shape[1],) if columns is None else (req_to_token.shape[1], columns * page_size)
     write_metadata(
-        req_to_token, req_pool_indices[:bs], seq_lens[:bs], out,
-        layout=layout_of(page_size, req_to_token.shape[1], width * page_size), seq_len_delta=delta,
-        q_len=q_len[:bs] if isinstance(q_len, Tensor) else q_len or 0, slots=slots, full_to_swa=full_to_swa,
-        page_map=page_map, swa_page_map=swa_page_map, width=width, tail="clear" if clear else "keep",
+        req_to_token, req_pool_indices[:bs], seq_lens[:bs], out, layout=layout_of(page_size, *bounds),
+        seq_len_delta=delta, q_len=q_len[:bs] if isinstance(q_len, Tensor) else q_len or 0, slots=slots,
+        full_to_swa=full_to_swa, page_map=page_map, swa_page_map=swa_page_map, width=columns,
+        tail="clear" if clear else "keep",
     )  # fmt: skip

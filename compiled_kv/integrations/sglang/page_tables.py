@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
-from compiled_kv.integrations.layouts import Subscripted, check_stride, layout_of
+from compiled_kv.integrations.layouts import Subscripted, check_batch, check_stride, layout_of
 from compiled_kv.layout import ceil_div
 from compiled_kv.page_tables import flashmla_kv_indices
 
@@ -39,21 +39,26 @@ def get_num_kv_index_blocks_flashmla(max_blocks: int, page_size: int) -> int:
 
 
 def _create_flashmla_kv_indices(
-    req_to_token_ptr: Tensor, req_pool_indices_ptr: Tensor, page_kernel_lens_ptr: Tensor, kv_start_idx: Tensor | None,
-    kv_indices_ptr: Tensor, req_to_token_ptr_stride: int, kv_indices_ptr_stride: int, PAGED_SIZE: int = 64,
+    grid: tuple[int, ...], req_to_token_ptr: Tensor, req_pool_indices_ptr: Tensor, page_kernel_lens_ptr: Tensor,
+    kv_start_idx: Tensor | None, kv_indices_ptr: Tensor, req_to_token_ptr_stride: int, kv_indices_ptr_stride: int,
+    PAGED_SIZE: int = 64,
 ) -> None:  # fmt: skip
     """Write the page of every `PAGED_SIZE`-th position of each row, from its start on; other columns keep their values.
 
     Args:
-        req_to_token_ptr: int [R, C]; req_pool_indices_ptr, page_kernel_lens_ptr: int [bs].
-        kv_start_idx: int [bs], the position that column 0 reads, or None for 0.
-        kv_indices_ptr: int32 [bs, P].
+        grid: (bs,), or (bs, programs a row).
+        req_to_token_ptr: int [R, C]; req_pool_indices_ptr, page_kernel_lens_ptr: int, bs entries or more.
+        kv_start_idx: int, bs entries or more, the position that column 0 reads, or None for 0.
+        kv_indices_ptr: int32 [N, P], N >= bs; further rows keep their values.
         req_to_token_ptr_stride, kv_indices_ptr_stride: row strides of the two, for the kernel's sake.
     """
     check_stride("req_to_token_ptr_stride", req_to_token_ptr_stride, req_to_token_ptr, "req_to_token_ptr")
     check_stride("kv_indices_ptr_stride", kv_indices_ptr_stride, kv_indices_ptr, "kv_indices_ptr")
+    bs = grid[0]
+    check_batch("grid[0]", bs, req_pool_indices_ptr)
     flashmla_kv_indices(
-        req_to_token_ptr, req_pool_indices_ptr, page_kernel_lens_ptr, kv_start_idx, out=kv_indices_ptr, tail="keep",
+        req_to_token_ptr, req_pool_indices_ptr[:bs], page_kernel_lens_ptr[:bs],
+        None if kv_start_idx is None else kv_start_idx[:bs], out=kv_indices_ptr, tail="keep",
         layout=layout_of(PAGED_SIZE, req_to_token_ptr.shape[1], kv_indices_ptr.shape[1] * PAGED_SIZE),
     )  # fmt: skip
 
