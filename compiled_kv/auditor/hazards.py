@@ -21,6 +21,7 @@ from compiled_kv.tracing.graphs import Graphs
 READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
 SHAPE_REMEDY = "keep the shape: torch.where or masked_fill over all rows, or a static bound and padding of -1"
 FRESH = "a tensor is made of Python numbers on the device here: a copy from the host in every step"
+FOLDED = "Inductor makes it once, while compiling; eager code, and other backends, copy it from the host in every step"
 FRESH_REMEDY = "make it once, outside the step, and keep it on the device (register_buffer), or build it with device="
 BREAK_REMEDY = "move it out of the step, or behind torch.compiler.is_compiling()"
 
@@ -148,12 +149,25 @@ def host_to_device_copy(graphs: Graphs) -> Iterator[Finding]:
     for node in counts.nodes(graphs.aot):
         source = [value for value in map(counts.value_of, node.all_input_nodes) if isinstance(value, Tensor)]
         if node.op == "call_function" and _is_on(node, "cuda") and _moves(node) and any(_on(v, "cpu") for v in source):
-            message = f"{tensor_text(source[-1])} is copied from the host to the device here, in every step"
-            yield Finding("host-to-device-copy", "error", *places.of_node(node), message, FRESH_REMEDY)
+            text, place = tensor_text(source[-1]), places.of_node(node)
+            if _is_constant(node):
+                message = f"{text} of constants goes from the host to the device here: {FOLDED}"
+                yield Finding("host-to-device-copy", "warning", *place, message, FRESH_REMEDY)
+            else:
+                message = f"{text} is copied from the host to the device here, in every step"
+                yield Finding("host-to-device-copy", "error", *place, message, FRESH_REMEDY)
     for node in counts.nodes(graphs.dynamo):
         fresh = counts.operator_name(node) in ("tensor", "as_tensor") and not node.all_input_nodes
         if node.op == "call_function" and (fresh or counts.lists_of(node)) and _is_on(node, "cuda"):
-            yield Finding("host-to-device-copy", "error", *places.of_node(node), FRESH, FRESH_REMEDY)
+            message = f"a tensor is made of constants on the device here: {FOLDED}"
+            yield Finding("host-to-device-copy", "warning", *places.of_node(node), message, FRESH_REMEDY)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether nothing that a caller passes goes into `node`."""
+    if node.op == "placeholder":
+        return False
+    return all(map(_is_constant, node.all_input_nodes))
 
 
 def cpu_tensor(graphs: Graphs) -> Iterator[Finding]:

@@ -76,6 +76,8 @@ def host_read_of(node: fx.Node) -> HostRead | None:
         return HostRead(operator_name(node), "a size", node)
     if _leaves_device(node):
         return HostRead(operator_name(node), "a copy to the CPU", node)
+    if node.target is torch.ops.higher_order.cond and device_of(node.args[0]) not in ("", "cpu", "meta"):
+        return HostRead(operator_name(node), "a truth value", node)  # compiled code asks for it in Python
     return None
 
 

@@ -187,6 +187,11 @@ def solved(x: Tensor) -> Tensor:
     return torch.linalg.solve(x[:, :4] + torch.eye(4, device=x.device), x)  # HAZARD host-read
 
 
+@hazard
+def cond(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (x,))  # HAZARD host-read
+
+
 # data-dependent-shape
 
 
