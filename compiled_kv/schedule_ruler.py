@@ -181,6 +181,7 @@ def meet(stage_ptr, residue, groups, anchor, quota, overhead, odd):
     tl.store(row_ptr, residue)
     tl.store(row_ptr + CHUNK, link)
     tl.store(row_ptr + 2 * CHUNK, end)
+    tl.store(stage_ptr + STAGED * CHUNK + tl.arange(0, 2 * GROUP), tl.zeros([2 * GROUP], tl.int32))  # read ahead of use
     tl.debug_barrier()
     # Brings all that the walk reads into the cache at once. Nothing is negative, which the compiler does not know.
     staged_residue, link, end = _staged(row_ptr)

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Everything about replay that needs a GPU: tests, the demo, long scenarios, host and device times. Results: $OUT (build).
-#   tools/gpu_replay.sh [tests|demo|scenarios|host|device|sanitizer|all] [trace.csv]
-# `all` leaves out the sanitizer. STEPS, MODES and WINDOWS shorten or split the scenarios: MODES=verify WINDOWS=200. Without
-# a trace file, and with none in shared/traces here or beside the repository, lengths are drawn from its quantiles.
+#   tools/gpu_replay.sh [tests|demo|scenarios|host|device|all] [trace.csv]
+# STEPS, MODES and WINDOWS shorten or split the scenarios, e.g. MODES=verify WINDOWS=200. Without a trace file, and with
+# none in shared/traces here or beside the repository, lengths are drawn from its quantiles.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 what=${1:-all} trace=${2:-} out=${OUT:-build} python=${PYTHON:-python3}
@@ -35,11 +35,5 @@ wanted device && run device "$python" tools/gpu_replay.py device
 # shellcheck disable=SC2086
 wanted scenarios && run scenarios "$python" tools/gpu_replay.py scenarios --steps "${STEPS:-20000}" \
     ${trace:+--trace "$trace"} --modes ${MODES:-decode verify} --windows ${WINDOWS:-0 200}
-if [ "$what" = sanitizer ]; then
-    for tool in memcheck racecheck initcheck synccheck; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 run "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-            "$python" -m pytest -q -m gpu tests/test_updates.py -k "only_what_changed or window or drafts"
-    done
-fi
-[ $ran -eq 1 ] || { echo "nothing is called $what: tests, demo, scenarios, host, device, sanitizer or all" >&2; exit 2; }
+[ $ran -eq 1 ] || { echo "nothing is called $what: tests, demo, scenarios, host, device or all" >&2; exit 2; }
 exit $failed
