@@ -7,6 +7,7 @@ rows=[3, 9] of a pool of 8 -> ValueError: batch.rows[1] must be at most 7, got 9
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -57,8 +58,8 @@ def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
 def check_ints(batch: DecodeBatch) -> None:
     """Refuse an entry that is no 64-bit int."""
     for name, values in batch._asdict().items():
-        for index, value in enumerate(values or ()):
-            check_int(f"batch.{name}[{index}]", value, -(2**63), 2**63 - 1)
+        for index, value in enumerate(() if values is None else values):
+            check_int(f"batch.{name}[{index}]", _own(value), -(2**63), 2**63 - 1)
 
 
 def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
@@ -90,4 +91,9 @@ def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
 
 def _check_range(name: str, values: Sequence[int], most: int | None = None) -> None:
     for index, value in enumerate(values):
-        check_int(f"batch.{name}[{index}]", value, 0, most)
+        check_int(f"batch.{name}[{index}]", _own(value), 0, most)
+
+
+def _own(value: Any) -> Any:
+    """An int of another library as Python's own; anything else as it is."""
+    return int(value) if isinstance(value, Integral) and type(value) is not bool else value

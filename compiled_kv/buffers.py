@@ -240,10 +240,12 @@ class DecodeBuffers(nn.Module):
             self._refuse_stream()
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
         if isinstance(rows, Tensor):
+            ring.deliver()
             return self._load_tensors(batch)
         size, kind = len(rows), type(rows)
         # Rows and generations of most steps are those of the step before.
-        is_steady = token_ids is None and kind in REMEMBERED and ring.kept == (rows, generations)
+        is_kept = token_ids is None and type(generations) is kind in REMEMBERED
+        is_steady = is_kept and ring.kept == (rows, generations)
         try:
             # A glance at a plain batch, and no call but what packs it: this is most of what a step costs the host.
             # Negative rows and lengths are left to the packing, which refuses them.
@@ -260,7 +262,7 @@ class DecodeBuffers(nn.Module):
                 else:
                     fields = (rows, seq_lens, generations)
                     ring.fill(size, fields if token_ids is None else (*fields, token_ids))
-                    if kind in REMEMBERED:
+                    if is_kept:
                         ring.keep(rows, generations)
             else:
                 check_batch(self, batch)
@@ -275,6 +277,7 @@ class DecodeBuffers(nn.Module):
     def _load_tensors(self, batch: DecodeBatch) -> int:
         given = {name: values for name, values in batch._asdict().items() if values is not None}
         check_tensors(self, given)
+        given = {name: self._apart(name, values) for name, values in given.items()}
         for name, values in given.items():
             begin, end = self._places[name]
             self.inputs[begin : begin + len(values)].copy_(values)
@@ -282,6 +285,14 @@ class DecodeBuffers(nn.Module):
         size = len(batch.rows)
         self.num_reqs.fill_(size)
         return size
+
+    def _apart(self, name: str, values: Tensor) -> Tensor:
+        """`values`, out of the way of what is written if they are a view of other inputs than those of this name."""
+        place = self._input(name)[: len(values)]
+        if values.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():
+            return values
+        is_there = (values.data_ptr(), values.dtype, values.stride()) == (place.data_ptr(), place.dtype, place.stride())
+        return values if is_there else values.clone()
 
     def _refuse_stream(self) -> None:
         now = torch._C._cuda_getCurrentRawStream(self._device_index)

@@ -138,7 +138,7 @@ def report(status: Tensor | None, *bits: Tensor) -> None:
     """OR every bit into `status`; each is an int tensor of any shape."""
     if status is None and not DEBUG:
         return
-    found = torch.zeros((), dtype=torch.int64)
+    found = torch.zeros((), dtype=torch.int64, device=bits[0].device)
     for each in bits:
         for bit in Status:
             found = found | torch.where(((each & int(bit)) != 0).any(), int(bit), 0)

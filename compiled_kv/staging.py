@@ -14,14 +14,16 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Sequence
-from copy import copy
 from itertools import chain
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 HALF = 8
+# Formats remembered: ragged batches bring ever new ones.
+PACKERS = 1024
 
 
 class Ring:
@@ -38,11 +40,11 @@ class Ring:
 
     def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0, header: int = 0) -> None:
         # Weak: whoever looks into a module for its tensors is to find this one where it is registered.
-        self.target, self.on_cuda, self.turn = weakref.ref(target), target.device.type == "cuda", -1
-        self.filling = -1
+        self.target, self.device, self.on_cuda = weakref.ref(target), target.device, target.device.type == "cuda"
+        self.turn = self.filling = -1
         self.sizes, self._kinds = sizes, "Q" * unsigned + "q" * (len(sizes) - unsigned)
         count = 2 * HALF if self.on_cuda else 1
-        self.block = torch.zeros(count, header + len(target), dtype=torch.int64, pin_memory=self.on_cuda)
+        self.block = torch.zeros(count, header + len(target), dtype=torch.int64, device="cpu", pin_memory=self.on_cuda)
         self.lines = list(self.block)
         length = 8 * len(target)
         self.memory = [(ctypes.c_char * length).from_address(line[header:].data_ptr()) for line in self.lines]
@@ -65,9 +67,11 @@ class Ring:
         packer = self.packers.get(lengths) or self._packer(lengths)
         packer.pack_into(line, 0, count, *chain.from_iterable(fields))
 
-    def keep(self, first: Sequence[int], third: Sequence[int]) -> None:
-        """Say that the line just filled, and those to come, hold these in their first and third fields."""
-        self.kept = (copy(first), copy(third))
+    def keep(self, first: Any, third: Any) -> None:
+        """Say that the line just filled, and those to come, hold these in their first and third fields; lists or
+        tuples."""
+        # As ints of our own: what the caller's lists hold may be changed in place too.
+        self.kept = (type(first)(map(index, first)), type(third)(map(index, third)))
         self.version += 1
         self.stamps[self.filling] = self.version
 
@@ -94,6 +98,8 @@ class Ring:
         return self.memory[turn]
 
     def _packer(self, lengths: tuple[int, ...]) -> struct.Struct:
+        if len(self.packers) >= PACKERS:
+            self.packers.clear()
         fields = (f"{n}{kind}{8 * (size - n)}x" for n, size, kind in zip(lengths, self.sizes, self._kinds))
         return self.packers.setdefault(lengths, struct.Struct("=q" + "".join(fields)))
 
@@ -106,5 +112,14 @@ class Ring:
         self.turn = turn = self.filling
         head, line = self.heads[size][turn]
         head.copy_(line, non_blocking=True)
-        if self.on_cuda and turn % HALF == HALF - 1:
-            self.sent[turn // HALF].record()
+        if self.on_cuda:
+            self.mark(turn)
+
+    def mark(self, turn: int) -> None:
+        """Record the event of a half whose last line the device has just been told to read."""
+        if turn % HALF == HALF - 1:
+            # Of the target's device: an event takes the current device's stream if it is not told.
+            self.sent[turn // HALF].record(torch.cuda.current_stream(self.device))
+
+    def deliver(self) -> None:
+        """Bring to the target what was sent and waits to be taken: here nothing ever does."""

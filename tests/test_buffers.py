@@ -300,15 +300,18 @@ class Event:
     def __init__(self, half: int, said: list[tuple[str, int]]) -> None:
         self.half, self.said = half, said
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == "stream of cpu"
         self.said.append(("record", self.half))
 
     def synchronize(self) -> None:
         self.said.append(("wait", self.half))
 
 
-def test_a_half_of_the_ring_is_filled_anew_after_its_copies_landed() -> None:
-    """Kind 22: a line is written only once the event behind the last copy out of its half has been waited for."""
+def test_a_half_of_the_ring_is_filled_anew_after_its_copies_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kind 22: a line is written only once the event behind the last copy out of its half has been waited for, and
+    that is on the stream of the target's device, whichever device is current."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
     target, said = torch.zeros(2, dtype=torch.int64), list[tuple[str, int]]()
     ring = Ring(target, [1])
     lines = [Ring(target, [1]) for _ in range(2 * HALF)]

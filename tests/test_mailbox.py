@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -71,10 +73,65 @@ def test_a_replay_takes_what_was_sent_and_else_leaves_the_inputs() -> None:
     assert target.tolist() == [2, 7, 8, 99, 50]
     mailbox.fill(1, ([1], [2]))
     mailbox.send(5)
-    mailbox.fill(1, ([3],))  # sent anew before any replay: the last one counts
+    mailbox.fill(1, ([3],))  # sent anew before any replay: on top of the first, as copies would be
     mailbox.send(3)
     mailbox.replay(graph)
-    assert target.tolist() == [1, 3, 0, 99, 50]
+    assert target.tolist() == [1, 3, 0, 2, 0]
+
+
+LAYOUT = KVLayout(page_size=4, max_context_len=32)
+
+
+def step(buffers: DecodeBuffers, batch_size: int) -> tuple[Any, Any]:
+    meta = buffers.metadata(batch_size)
+    return meta.cache_seqlens, buffers.token_ids[:batch_size] + 0
+
+
+class Several(DecodeBuffers):
+    """A caller's own `load`, which loads several batches and makes light of one that is refused."""
+
+    batches: tuple[DecodeBatch, ...] = ()
+
+    def load(self, batch: DecodeBatch) -> int:
+        for each in self.batches:
+            with contextlib.suppress(ValueError):
+                super().load(each)
+        return super().load(batch)
+
+
+ONE = DecodeBatch([1], [4], [6], token_ids=[9])
+TWO = DecodeBatch([3, 1], [7, 9], [0, 5])
+ON_DEVICE = DecodeBatch(torch.tensor([3, 1]), torch.tensor([7, 9]), torch.tensor([0, 5]))
+TOO_HIGH = DecodeBatch([2], [2], [2**63], token_ids=[2])
+SEVERAL = {
+    "tokens-first": ((ONE, TWO), [2, 3, 1, 7, 9, 0, 5, 9, 0]),
+    "tensors-behind": ((ONE, ON_DEVICE), [2, 3, 1, 7, 9, 0, 5, 9, 0]),
+    "ints-behind": ((ON_DEVICE, ONE), [1, 1, 0, 4, 0, 6, 0, 9, 0]),
+    "refused-between": ((ONE, TOO_HIGH, TWO), [2, 3, 1, 7, 9, 0, 5, 9, 0]),
+    "refused-behind": ((ONE, TOO_HIGH), [1, 1, 0, 4, 0, 6, 0, 9, 0]),
+    "refused-alone": ((TOO_HIGH,), [0] * 9),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("fetched", [False, True], ids=["copied", "fetched"])
+@pytest.mark.parametrize(("batches", "inputs"), SEVERAL.values(), ids=SEVERAL.keys())
+def test_several_loads_before_a_replay_add_up(
+    batches: tuple[DecodeBatch, ...], inputs: list[int], fetched: bool
+) -> None:
+    buffers = Several(LAYOUT, torch.arange(8 * 32).view(8, 32), max_batch_size=2)
+    graphs = DecodeGraphs(step, buffers, [2], backend=None)
+    if fetched:
+        graphs._mailbox = mailbox = buffers.new_ring(Mailbox)
+        graphs._graphs = {2: Graph(mailbox)}
+    *buffers.batches, last = batches  # type: ignore[assignment]
+    if last is TOO_HIGH:
+        with pytest.raises(ValueError, match=r"generations\[0\] must be at most"):
+            graphs(last)
+        graphs.replay(1)
+    else:
+        graphs(last)
+    assert buffers.inputs.tolist() == inputs
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
@@ -85,15 +142,7 @@ def test_the_same_interpreted() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:]
-    assert "4 passed" in run.stdout
-
-
-LAYOUT = KVLayout(page_size=4, max_context_len=32)
-
-
-def step(buffers: DecodeBuffers, batch_size: int) -> tuple[Any, Any]:
-    meta = buffers.metadata(batch_size)
-    return meta.cache_seqlens, buffers.token_ids[:batch_size] + 0
+    assert "16 passed" in run.stdout
 
 
 def on_cuda() -> tuple[DecodeBuffers, DecodeGraphs]:
@@ -135,3 +184,19 @@ def test_batches_come_by_any_way_and_a_refused_one_leaves_no_trace() -> None:
     assert graphs.replay(3)[0].tolist() == [11, 12, 13, 0]
     assert graphs(DecodeBatch([3], [8], [0], token_ids=[4]))[1].tolist() == [4, 0]
     assert buffers.token_ids.tolist() == [4, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_lines_outlive_graphs_that_are_still_to_be_run() -> None:
+    """Pinned memory goes back to its allocator with the graphs, and is not handed out before they have run."""
+    _, graphs = on_cuda()
+    size = graphs._mailbox.block.shape if graphs._mailbox is not None else ()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    found = graphs(DecodeBatch([3, 1], [7, 9], [0, 0], token_ids=[4, 5]))
+    del graphs
+    gc.collect()
+    others = [torch.full(size, 2, dtype=torch.int64, pin_memory=True) for _ in range(4)]
+    assert [tensor.tolist() for tensor in found] == [[7, 9], [4, 5]]
+    assert len(others) == 4

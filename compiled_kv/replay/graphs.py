@@ -114,7 +114,7 @@ class DecodeGraphs:
         try:
             return self.buffers.load(batch)
         except BaseException:
-            mailbox.is_sent = False
+            mailbox.deliver()
             raise
         finally:
             attributes["_ring"] = ring

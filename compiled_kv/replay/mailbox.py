@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_kv.layout import ceil_div
 from compiled_kv.replay.mailbox_kernel import take_line_kernel
-from compiled_kv.staging import HALF, Ring
+from compiled_kv.staging import Ring
 
 BLOCK = 512
 
@@ -35,7 +36,9 @@ class Mailbox(Ring):
     def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0) -> None:
         super().__init__(target, sizes, unsigned, header=1)
         self.size_of = [ctypes.c_int64.from_address(line.data_ptr()) for line in self.lines]
-        self.taken = torch.zeros(ceil_div(len(target), BLOCK), dtype=torch.int64, device=target.device)
+        self.taken = torch.empty(ceil_div(len(target), BLOCK), dtype=torch.int64, device=target.device)
+        # Copied from the lines: so their allocator knows of this stream, and gives them to nobody before it is done.
+        self.taken.copy_(self.block.view(-1)[: len(self.taken)], non_blocking=True)
         self.is_sent = False
 
     def take(self) -> None:
@@ -52,6 +55,20 @@ class Mailbox(Ring):
         self.taken.zero_()
         self.turn = -1
 
+    def next(self) -> Any:
+        """The next line, which the device reads no more; what was sent in it is delivered first."""
+        if self.is_sent:
+            self.deliver()
+        return super().next()
+
+    def deliver(self) -> None:
+        """Copy what was sent and not taken, and wait for it: something else is about to be loaded on top."""
+        if self.is_sent:
+            target, size = self.target(), self.size_of[self.filling].value
+            assert target is not None
+            target[:size].copy_(self.lines[self.filling][1 : 1 + size])
+            self.is_sent = False
+
     def send(self, size: int) -> None:
         """Let the next replay take the first `size` numbers of the line filled last."""
         self.size_of[self.filling].value = size
@@ -65,5 +82,4 @@ class Mailbox(Ring):
         graph.replay()
         self.is_sent = False
         self.turn = turn = self.filling
-        if turn % HALF == HALF - 1:
-            self.sent[turn // HALF].record()
+        self.mark(turn)

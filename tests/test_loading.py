@@ -1,0 +1,133 @@
+"""A batch may be made of anything that holds ints, also of the buffers themselves, and under any defaults of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_kv.batches import DecodeBatch
+from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.layout import KVLayout
+from compiled_kv.staging import HALF, PACKERS, Ring
+from tests.cases import DEVICES, needs_cuda, pool_of_pages
+
+devices = pytest.mark.parametrize("device", DEVICES)
+LAYOUT = KVLayout(page_size=4, max_context_len=28)
+POOL, _ = pool_of_pages(6, 7, 4)
+
+
+def make(device: str = "cpu", **given: Any) -> DecodeBuffers:
+    return DecodeBuffers(LAYOUT, POOL.to(device), max_batch_size=4, **given)
+
+
+def loaded(buffers: DecodeBuffers, count: int) -> list[list[int]]:
+    """Rows, lengths and generations of `count` requests; everything behind them is padding."""
+    fields = [t.tolist() for t in (buffers.req_pool_indices, buffers.seq_lens, buffers.generations)]
+    assert buffers.num_reqs.tolist() == [count]
+    assert all(field[count:] == [0] * (4 - count) for field in fields)
+    return [field[:count] for field in fields]
+
+
+def views(*fields: str) -> Any:
+    """A batch of the requests behind the first, made of views of these fields."""
+
+    def of(buffers: DecodeBuffers) -> DecodeBatch:
+        rows, lengths, generations = (getattr(buffers, name)[1:3] for name in fields)
+        return DecodeBatch(rows, lengths, generations)
+
+    return of
+
+
+ROWS, LENGTHS, GENERATIONS = [3, 1, 5], [5, 7, 9], [2, 4, 6]
+
+
+@devices
+@pytest.mark.parametrize(
+    ("batch", "wanted"),
+    [
+        (views("req_pool_indices", "seq_lens", "generations"), [[1, 5], [7, 9], [4, 6]]),
+        (views("req_pool_indices", "generations", "seq_lens"), [[1, 5], [4, 6], [7, 9]]),
+        (views("generations", "req_pool_indices", "req_pool_indices"), [[4, 6], [1, 5], [1, 5]]),
+        (lambda b: DecodeBatch(b.req_pool_indices[:2], b.seq_lens[:2], b.generations[:2]), [[3, 1], [5, 7], [2, 4]]),
+        (lambda b: DecodeBatch(b.num_reqs.expand(2), b.inputs[1:7:3], b.inputs[5:7]), [[3, 3], [3, 0], [5, 7]]),
+    ],
+    ids=["first-left", "fields-exchanged", "one-twice", "in-place", "across-fields"],
+)
+def test_a_batch_of_views_of_the_inputs_is_read_before_it_is_written(
+    batch: Any, wanted: list[list[int]], device: str
+) -> None:
+    buffers = make(device)
+    buffers.load(DecodeBatch(ROWS, LENGTHS, GENERATIONS))
+    buffers.load(batch(buffers))
+    assert loaded(buffers, 2) == wanted
+
+
+def test_arrays_of_ints_come_beside_lists_and_between_them() -> None:
+    buffers = make()
+    for number, generations in enumerate([[0, 2], np.array([0, 2]), np.array([1, 2]), (1, 3), [0, 2]]):
+        buffers.load(DecodeBatch([3, 1], [7 + number, 4], generations))  # type: ignore[arg-type]
+        assert loaded(buffers, 2) == [[3, 1], [7 + number, 4], list(generations)]
+
+
+@pytest.mark.parametrize("given", [{}, {"ragged": True, "q_len": 2}], ids=["plain", "ragged"])
+def test_arrays_are_loaded_and_refused_as_lists_are(given: dict[str, Any]) -> None:
+    buffers = make(**given)
+    q_lens = np.array([1, 2]) if given else None
+    batch = DecodeBatch(np.array([3, 1]), np.array([7, 4]), np.array([1, 2**62]), q_lens, None, np.array([8, 9]))
+    buffers.load(batch)
+    assert loaded(buffers, 2) == [[3, 1], [7, 4], [1, 2**62]]
+    for name, wrong, message in [
+        ("rows", [3, 6], r"rows\[1\] must be at most 5, got 6"),
+        ("seq_lens", [7, -4], r"seq_lens\[1\] must be at least 0, got -4"),
+        ("seq_lens", [7.0, 4.0], r"seq_lens\[0\] must be an int, got float64"),
+        ("token_ids", [8.0, 9.0], r"token_ids\[0\] must be an int, got float64"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            buffers.load(batch._replace(**{name: np.array(wrong)}))
+    assert loaded(buffers, 2) == [[3, 1], [7, 4], [1, 2**62]]
+
+
+def test_numbers_changed_in_place_are_read_anew() -> None:
+    buffers, rows = make(), [torch.tensor(3), torch.tensor(1)]
+    for row in (3, 2, 5):
+        rows[0].fill_(row)
+        buffers.load(DecodeBatch(rows, [7, 4], [0, 0]))  # type: ignore[arg-type]
+        assert loaded(buffers, 2) == [[row, 1], [7, 4], [0, 0]]
+
+
+def test_torchs_default_device_has_no_say() -> None:
+    with torch.device("meta"):
+        buffers = make()
+        buffers.load(DecodeBatch([3, 1], [7, 4], [0, 0]))
+        meta = buffers.metadata(2)
+    assert loaded(buffers, 2) == [[3, 1], [7, 4], [0, 0]]
+    assert meta.cache_seqlens.tolist() == [7, 4]
+
+
+def test_formats_of_lines_do_not_pile_up() -> None:
+    target = torch.zeros(1 + 2 * 60, dtype=torch.int64)
+    ring = Ring(target, [60, 60])
+    for first in range(60):
+        for second in range(0, 60, 2):
+            ring.fill(1, ([7] * first, [9] * second))
+            assert len(ring.packers) <= PACKERS
+    ring.send(len(target))
+    assert target.tolist() == [1, *[7] * 59, 0, *[9] * 58, 0, 0]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_buffers_of_a_device_that_is_not_current_overwrite_no_line() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    buffers = make("cuda:1")
+    seen = torch.zeros(5 * HALF, 4, dtype=torch.int64, device="cuda:1")
+    with torch.cuda.device(1):
+        torch.cuda._sleep(200_000_000)
+    for step in range(len(seen)):
+        buffers.load(DecodeBatch([1, 2], [step % 28, step % 13], [0, 0]))
+        seen[step].copy_(buffers.seq_lens)
+    assert seen.tolist() == [[step % 28, step % 13, 0, 0] for step in range(len(seen))]
