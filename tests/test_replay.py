@@ -157,6 +157,24 @@ def test_failing_scenario_is_cut_to_the_shortest() -> None:
         check_replay(scenario=fault.scenario, backend=None, buffers=planted.buffers, attempts=0)
 
 
+def test_a_shorter_scenario_that_cannot_be_played_hides_no_fault() -> None:
+    """Without its `finish` there would be more requests than the largest bucket holds."""
+    events = parse_events("join 40\njoin 40\nfinish 1\njoin 3\nstep 1\nfinish 0\nstep 2")
+    planted = FAULTS["tail-kept"]
+    with pytest.raises(ReplayFault) as caught:
+        check_replay(
+            scenario=Scenario("two", serving(), events), batch_sizes=[2], backend=None, buffers=planted.buffers
+        )
+    assert caught.value.fault == planted.name
+    assert len(caught.value.scenario.events) < len(events)
+
+
+def test_no_steps_are_no_steps() -> None:
+    assert check_replay(scenario=walk(serving(), 9), steps=0, backend=None).steps == 0
+    with pytest.raises(ValueError, match="steps must be at least 0, got -1"):
+        check_replay(steps=-1, backend=None)
+
+
 def test_shorter_finds_the_two_events_that_matter() -> None:
     events = [Event("join", i) for i in range(40)]
     kept = shorter(events, lambda e: {17, 31} <= {event.a for event in e}, attempts=500)
@@ -206,6 +224,7 @@ def test_arguments_are_held_to_their_capture(device: str) -> None:
         ((2, {"bias": bias, "name": "x"}), r"argument scale changed from 2.0 to 2"),
         ((2.0, {"bias": bias, "name": "y"}), r"argument options\['name'\] changed from 'x' to 'y'"),
         ((2.0, {"bias": bias.clone(), "name": "x"}), r"argument options\['bias'\] moved from 0x"),
+        ((2.0, {"bias": bias.view(torch.int32), "name": "x"}), r"moved from 0x\w+ float32 \[1\] to 0x\w+ int32 \[1\]"),
         ((2.0, {"bias": bias}), r"argument options\['name'\] must be passed as it was at capture: missing"),
         ((2.0, {"bias": bias, "name": "x"}, 1), r"argument args\[2\] must be passed as it was at capture: added"),
     ]:
@@ -233,7 +252,9 @@ def test_lengths_made_anew_outside_the_graph_are_refused(device: str) -> None:
     """Kind 14: `cache_seqlens = seq_lens + 1` in each step."""
     seq_lens = torch.tensor([9], dtype=torch.int32, device=device)
     step = graphs(plus, device, args=(seq_lens + 1,))
-    with pytest.raises(ValueError, match=r"argument given moved from 0x\w+ \[1\] to 0x\w+ \[1\]: a captured"):
+    with pytest.raises(
+        ValueError, match=r"argument given moved from 0x\w+ int32 \[1\] to 0x\w+ int32 \[1\]: a captured"
+    ):
         step(BATCH, seq_lens + 1)
 
 

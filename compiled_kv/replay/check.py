@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.checks import check_int
 from compiled_kv.replay.frozen import Places
 from compiled_kv.replay.graphs import DecodeGraphs, compiled
 from compiled_kv.replay.holdings import Planned, Serving
@@ -101,9 +102,12 @@ def check_replay(
 
     Raises:
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
+        ValueError: a number is out of bounds, or a step has more requests than the largest bucket.
     """
     scenario = scenario or story(serving())
-    scenario = scenario if steps is None else scenario.first(steps)
+    if steps is not None:
+        check_int("steps", steps, 0)
+        scenario = scenario.first(steps)
     eager = getattr(decode_step, "_torchdynamo_orig_callable", decode_step)
     on_cpu = torch.device(device).type == "cpu"
     step = compiled(decode_step, backend) if on_cpu and backend is not None else decode_step
@@ -134,8 +138,11 @@ class Player:
         self.outputs_every = outputs_every
 
     def fails(self, scenario: Scenario, fault: str) -> bool:
-        """Whether `scenario` shows this fault."""
-        found = self.failure(scenario)
+        """Whether `scenario` shows this fault; one that cannot be played to its end does not."""
+        try:
+            found = self.failure(scenario)
+        except Exception:
+            return False
         return found is not None and found.fault == fault
 
     def failure(self, scenario: Scenario) -> ReplayFault | None:

@@ -69,7 +69,7 @@ class Frozen:
         for name, leaf in leaves.items():
             was = self.leaves[name]
             if isinstance(leaf, Tensor) and isinstance(was, Tensor):
-                if leaf.data_ptr() != self.pointers[name] or leaf.shape != was.shape or leaf.stride() != was.stride():
+                if leaf.data_ptr() != self.pointers[name] or _form(leaf) != _form(was):
                     self._refuse_tensor(name, leaf, outputs)
             elif not _is_same(leaf, was):
                 raise ValueError(
@@ -87,9 +87,17 @@ class Frozen:
                 "overwrites: copy it into a buffer of your own"
             )
         raise ValueError(
-            f"argument {name} moved from {address(self.pointers[name])} {list(self.leaves[name].shape)} to "
-            f"{address(leaf.data_ptr())} {list(leaf.shape)}: {REPLAYED}; copy into the captured tensor instead"
+            f"argument {name} moved from {address(self.pointers[name])} {_shown(self.leaves[name])} to "
+            f"{address(leaf.data_ptr())} {_shown(leaf)}: {REPLAYED}; copy into the captured tensor instead"
         )
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _is_same(leaf: Any, was: Any) -> bool:

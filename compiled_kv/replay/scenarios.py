@@ -48,12 +48,8 @@ class Scenario:
 
     def first(self, steps: int) -> Scenario:
         """The same up to and including its `steps`-th step."""
-        seen = 0
-        for index, event in enumerate(self.events):
-            seen += event.what == "step"
-            if seen == steps:
-                return replace(self, events=self.events[: index + 1])
-        return self
+        ends = [index + 1 for index, event in enumerate(self.events) if event.what == "step"]
+        return self if steps > len(ends) else replace(self, events=self.events[: ([0, *ends])[steps]])
 
 
 def parse_events(text: str) -> tuple[Event, ...]:
