@@ -96,4 +96,4 @@ def _check_range(name: str, values: Sequence[int], most: int | None = None) -> N
 
 def _own(value: Any) -> Any:
     """An int of another library as Python's own; anything else as it is."""
-    return int(value) if isinstance(value, Integral) and type(value) is not bool else value
+    return value if type(value) is bool or not isinstance(value, Integral) else int(value)
