@@ -166,13 +166,22 @@ def advance_draft_(
     Raises:
         TypeError, ValueError: as `advance_draft`; or the three have other dtypes or strides, or overlap.
     """
+    out = (positions, slot_mapping, seq_lens)
+    tokens = check_in_place(*out, block_table, page_size, max_context_len, num_tokens)
+    torch.ops.compiled_kv.advance_draft_in_place(*out, block_table, tokens, page_size, max_context_len)
+    return out
+
+
+def check_in_place(
+    positions: Tensor, slot_mapping: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int,
+    max_context_len: int, num_tokens: int | None,
+) -> int:  # fmt: skip
+    """The checks of `advance_draft_`; the entries of `slot_mapping` that it writes."""
     sizes = _check(positions, block_table, seq_lens, page_size, max_context_len)
     sizes.check_output("positions", positions, INT64, "B")
     sizes.check_output("seq_lens", seq_lens, INT32, "B")
     sizes.check_output("slot_mapping", slot_mapping, INT64, "N")
     tokens = slot_mapping.shape[0] if num_tokens is None else num_tokens
     check_int("num_tokens", tokens, positions.shape[0], slot_mapping.shape[0])
-    out = (positions, slot_mapping, seq_lens)
-    check_distinct(dict(zip(FIELDS, out)), {"block_table": block_table})
-    torch.ops.compiled_kv.advance_draft_in_place(*out, block_table, tokens, page_size, max_context_len)
-    return out
+    check_distinct(dict(zip(FIELDS, (positions, slot_mapping, seq_lens))), {"block_table": block_table})
+    return tokens

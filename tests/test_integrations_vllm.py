@@ -161,6 +161,49 @@ def test_each_token_lies_on_one_rank(cp: int, interleave: int, device: str) -> N
     assert len(found) == len(set(found)) == 12
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kernel_sizes", "interleave"), [([6, 4], None, 3), ([16], [4], 8)], ids=["of-a-group", "of-the-kernels"]
+)
+def test_tokens_dealt_out_fill_the_blocks_of_a_rank(
+    sizes: list[int], kernel_sizes: list[int] | None, interleave: int
+) -> None:
+    """Else two tokens would share a slot: of blocks of 4 over 2 ranks, 3 at a time, both 7 and 8 are the fifth's."""
+    widths = [4] * len(sizes)
+    size = (kernel_sizes or sizes)[-1]
+    with pytest.raises(ValueError, match=f"cp_interleave must divide .* {size} over several ranks, got {interleave}"):
+        vllm.BlockTables(
+            sizes, 2, 8, widths, "cpu", cp_size=2, cp_interleave=interleave, kernel_block_sizes=kernel_sizes
+        )
+    for fine in ({"dcp_sharded": [True, False]}, {"slot_mapping_enabled": [True, False]}):
+        vllm.BlockTables([6, 4], 2, 8, [4, 4], "cpu", cp_size=2, cp_interleave=3, **fine)
+    vllm.BlockTables(sizes, 2, 8, widths, "cpu", cp_interleave=interleave, kernel_block_sizes=kernel_sizes)
+
+
+def test_what_the_host_can_see_to_be_wrong_is_refused_before_anything_is_written() -> None:
+    made = tables("cpu")
+    before = [buffer.clone() for buffer in made.buffers()]
+    with pytest.raises(ValueError, match="cp_rank must be at most 1, got 2"):
+        tables("cpu", cp_size=2, cp_rank=2)
+    for row, sentence in ((-1, "req_index must be at least 0, got -1"), (99, r"req_index must be at most \d+, got 99")):
+        with pytest.raises(ValueError, match=sentence):
+            made.append_block_ids(row, ([1], [2]), True)
+    with pytest.raises(ValueError, match="new_block_ids must hold 2 lists, one a group, got 1"):
+        made.append_block_ids(0, ([1],), True)
+    with pytest.raises(ValueError, match="num_reqs_padded must be at least 2, got 1"):
+        made.gather_block_tables(tensor("cpu", 0, 1), 1)
+    with pytest.raises(ValueError, match=r"num_tokens_padded must be at most \d+, got 99"):
+        made.compute_slot_mappings(tensor("cpu", 0), tensor("cpu", 0, 1), tensor("cpu", 3, dtype=torch.int64), 99)
+    made.apply_staged_writes()
+    assert all(torch.equal(now, then) for now, then in zip(made.buffers(), before, strict=True))
+
+
+def test_local_lengths_of_many_ranks_do_not_wrap_round() -> None:
+    lengths = torch.tensor([5, 2**31 - 1], dtype=torch.int32)
+    assert vllm.get_dcp_local_seq_lens(lengths, 4096, 0, 2**20).tolist() == [5, 2**20]
+    assert vllm.get_dcp_local_seq_lens(lengths, 8, torch.tensor([1]), 2**30).tolist() == [0, 2**30 - 1]
+    assert vllm.get_dcp_local_seq_lens(lengths[0], 2, torch.tensor([1])).tolist() == 2
+
+
 @devices
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 @pytest.mark.parametrize("cp", [1, 2, 3])

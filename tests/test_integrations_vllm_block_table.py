@@ -123,6 +123,12 @@ def test_rows_are_refused_before_anything_is_written() -> None:
     assert torch.equal(made.host, before) and made.num_blocks_per_row == [3, 0, 1, 4]
     with pytest.raises(ValueError, match="kernel_block_size must divide block_size, got 3 for 4"):
         table("cpu", kernel_block_size=3)
+    with pytest.raises(ValueError, match="cp_rank must be at most 1, got 2"):
+        table("cpu", cp_size=2, cp_rank=2)
+    for interleave, size in ((3, 4), (4, 2)):
+        sentence = f"cp_kv_cache_interleave_size must divide .* block size {size} over several ranks, got {interleave}"
+        with pytest.raises(ValueError, match=sentence):
+            table("cpu", cp_size=2, kernel_block_size=size, cp_kv_cache_interleave_size=interleave)
 
 
 def slots_on_paper(row: int, position: int, cp: int = 1, rank: int = 0, interleave: int = 1) -> int:
@@ -213,3 +219,19 @@ def test_the_auditor_finds_nothing_in_a_step() -> None:
     eager = [part.clone() for part in step(*given)]
     found = torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
+def test_the_hosts_table_is_no_input_of_a_compiled_step() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        shapes.extend(tuple(given.shape) for given in inputs if isinstance(given, Tensor))
+        return graph
+
+    made = table("cpu")
+    torch.compile(made.compute_slot_mapping, fullgraph=True, backend=backend)(
+        2, torch.tensor([0, 3, 3]), torch.tensor([9, 10, 11])
+    )
+    assert shapes.count(tuple(made.host.shape)) == 1  # the device's
+    assert made.slot_mapping[:3].tolist() == [slots_on_paper(0, at) for at in (9, 10, 11)]

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from compiled_kv.checks import check_int
 from compiled_kv.group_slots import group_slot_mappings
-from compiled_kv.integrations.vllm.block_tables import PAD_SLOT_ID, kernel_blocks, map_to_kernel_blocks
+from compiled_kv.integrations.vllm.block_tables import (
+    PAD_SLOT_ID,
+    check_interleave,
+    kernel_blocks,
+    map_to_kernel_blocks,
+)
 from compiled_kv.lengths import UNBOUNDED
 
 
@@ -30,7 +35,8 @@ class BlockTable(torch.nn.Module):
             edited again only after the device has passed it.
         device: where the two tensors lie.
         kernel_block_size: tokens a block as the kernels count them, where they count smaller ones.
-        cp_kv_cache_interleave_size: tokens dealt to a context-parallel rank at a time.
+        cp_kv_cache_interleave_size: tokens dealt to a context-parallel rank at a time, a divisor of the block size that
+            the kernels count.
         cp_size, cp_rank: context-parallel ranks, and this one.
         slot_mapping_enabled: whether the group's tokens have slots; else `compute_slot_mapping` writes nothing.
     """
@@ -50,6 +56,8 @@ class BlockTable(torch.nn.Module):
         check_int("block_size", block_size, 1, UNBOUNDED)
         size = block_size if kernel_block_size is None else kernel_block_size
         self.blocks_per_kv_block = kernel_blocks(block_size, size, "kernel_block_size")
+        check_int("cp_rank", cp_rank, 0, cp_size - 1)
+        check_interleave("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, cp_size, [size])
         self.cp_size, self.cp_rank, self.cp_interleave = cp_size, cp_rank, cp_kv_cache_interleave_size
         self.slot_mapping_enabled = slot_mapping_enabled
         shape = (max_num_reqs, max_num_blocks_per_req * self.blocks_per_kv_block)
@@ -167,4 +175,5 @@ class BlockTable(torch.nn.Module):
         check_int(name, row, 0, self.host.shape[0] - 1)
 
     def _check_batch(self, num_reqs: int) -> None:
-        check_int("num_reqs", num_reqs, 0, self.host.shape[0])
+        # The device's own: the host's table would be an input of a compiled step.
+        check_int("num_reqs", num_reqs, 0, self.block_table.shape[0])

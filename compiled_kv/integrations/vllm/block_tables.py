@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv.block_tables import gather_block_tables
+from compiled_kv.checks import check_int
 from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.layout import ceil_div
 
@@ -35,6 +36,17 @@ def kernel_blocks(block_size: int, kernel_block_size: int, name: str = "kernel_b
     return block_size // kernel_block_size
 
 
+def check_interleave(name: str, interleave: int, cp_size: int, sharded_sizes: Sequence[int]) -> None:
+    """Refuse tokens dealt to a rank at a time that do not fill its blocks: two tokens would share a slot."""
+    check_int(name, interleave, 1)
+    if cp_size > 1:
+        for size in sharded_sizes:
+            if size % interleave != 0:
+                raise ValueError(
+                    f"{name} must divide the kernels' block size {size} over several ranks, got {interleave}"
+                )
+
+
 class BlockTables(torch.nn.Module):
     """Block tables of every KV group, persistent: addresses do not change, so captured graphs may read them.
 
@@ -46,7 +58,8 @@ class BlockTables(torch.nn.Module):
         max_num_batched_tokens: columns of the slot mappings.
         max_num_blocks_per_group: widths of the tables, in blocks of the manager.
         device: where the tables lie.
-        cp_size, cp_rank, cp_interleave: context-parallel ranks, this one, and tokens dealt to a rank at a time.
+        cp_size, cp_rank, cp_interleave: context-parallel ranks, this one, and tokens dealt to a rank at a time, a
+            divisor of the kernels' block size of every group that is dealt out.
         slot_mapping_enabled: for each group, whether its tokens have slots; all have by default.
         dcp_sharded: for each group, whether its tokens are dealt out over the ranks; all are by default.
         sliding_window_reach: for each group, tokens before the first new one that it still reads; 0 for all.
@@ -88,7 +101,11 @@ class BlockTables(torch.nn.Module):
         enabled = [True] * groups if slot_mapping_enabled is None else slot_mapping_enabled
         keep("block_sizes", ints(sizes))
         keep("slot_block_sizes", ints([size if on else 0 for size, on in zip(sizes, enabled, strict=True)]))
-        keep("sharded", ints([True] * groups if dcp_sharded is None else [int(on) for on in dcp_sharded]))
+        dealt = [True] * groups if dcp_sharded is None else dcp_sharded
+        check_int("cp_rank", cp_rank, 0, cp_size - 1)
+        dealt_sizes = [size for size, *on in zip(sizes, dealt, enabled, strict=True) if all(on)]
+        check_interleave("cp_interleave", cp_interleave, cp_size, dealt_sizes)
+        keep("sharded", ints([int(on) for on in dealt]))
         keep("reach", ints([0] * groups if sliding_window_reach is None else sliding_window_reach))
         shape = (groups, max_num_reqs, max(self.widths, default=0))
         pool = torch.zeros(shape, dtype=torch.int32)
@@ -116,7 +133,11 @@ class BlockTables(torch.nn.Module):
 
         Raises:
             RuntimeError: a row would hold more blocks than its table is wide; nothing is staged.
+            ValueError: there is no such request, or not a list for each group.
         """
+        check_int("req_index", req_index, 0, self.pool.shape[1] - 1)
+        if len(new_block_ids) != len(self.widths):
+            raise ValueError(f"new_block_ids must hold {len(self.widths)} lists, one a group, got {len(new_block_ids)}")
         staged = []
         for group, ids in enumerate(new_block_ids):
             start = 0 if overwrite else self._counts[group][req_index]
@@ -156,6 +177,9 @@ class BlockTables(torch.nn.Module):
             out: int32 [G, N, widest], N >= num_reqs_padded, in place of the shared storage.
             num_computed_tokens: int [R]: blocks wholly below a group's reach become null, where cp_size is 1.
         """
+        check_int(
+            "num_reqs_padded", num_reqs_padded, idx_mapping.shape[0], (self.inputs if out is None else out).shape[1]
+        )
         below = {}
         if num_computed_tokens is not None and self.cp_size == 1:
             below = {"block_sizes": self.block_sizes, "reach": self.reach, "num_computed_tokens": num_computed_tokens}
@@ -181,6 +205,7 @@ class BlockTables(torch.nn.Module):
             out: int64 [G, N], N >= T, in place of the shared storage.
         """
         into = self.slot_mappings if out is None else out
+        check_int("num_tokens_padded", num_tokens_padded, 0, into.shape[-1])
         group_slot_mappings(
             self.pool, self.slot_block_sizes, idx_mapping, query_start_loc, positions, sharded=self.sharded,
             cp_size=self.cp_size, cp_rank=self.cp_rank, cp_interleave=self.cp_interleave, out=into,

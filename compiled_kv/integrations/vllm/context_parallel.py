@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import check_int
+from compiled_kv.checks import INTS, Sizes, check_int
 from compiled_kv.lengths import UNBOUNDED
 
 
@@ -16,20 +16,29 @@ def get_dcp_local_seq_lens(
 
     Args:
         seq_lens: int [...], tokens of each request.
-        dcp_rank: the rank, an int or a tensor of one; None for all: int32 [..., dcp_size].
+        dcp_size, interleave: ranks, and tokens dealt at a time.
+        dcp_rank: the rank, an int or an int tensor, 0-d or [1]; None for all: int32 [..., dcp_size].
 
     Returns:
         int32, the shape of seq_lens.
 
     Raises:
-        TypeError, ValueError: a number is out of its range; the text names it.
+        TypeError, ValueError: an argument's type, dtype, shape, device or range is wrong; the text names it.
     """
+    sizes = Sizes()
+    sizes.check("seq_lens", seq_lens, INTS, *(f"D{dim}" for dim in range(seq_lens.ndim)))
     check_int("dcp_size", dcp_size, 1, UNBOUNDED)
     check_int("interleave", interleave, 1, UNBOUNDED)
+    lengths = seq_lens.long()  # the products below may pass int32
+    rank: int | Tensor
     if dcp_rank is None:
-        dcp_rank, seq_lens = torch.arange(dcp_size, device=seq_lens.device), seq_lens[..., None]
-    elif not isinstance(dcp_rank, Tensor):
+        rank, lengths = torch.arange(dcp_size, device=lengths.device), lengths[..., None]
+    elif isinstance(dcp_rank, Tensor):
+        sizes.check_scalar("dcp_rank", dcp_rank)
+        rank = dcp_rank.reshape(()).long()
+    else:
         check_int("dcp_rank", dcp_rank, 0, dcp_size - 1)
-    rounds = torch.div(seq_lens, interleave * dcp_size, rounding_mode="floor")
-    rest = seq_lens - rounds * interleave * dcp_size - dcp_rank * interleave
+        rank = dcp_rank
+    rounds = torch.div(lengths, interleave * dcp_size, rounding_mode="floor")
+    rest = lengths - rounds * interleave * dcp_size - rank * interleave
     return (rounds * interleave + rest.clamp(0, interleave)).int()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_kv.draft_steps import advance_draft_
+from compiled_kv.checks import INT64, Sizes
+from compiled_kv.draft_steps import advance_draft_, check_in_place
 
 
 def eagle_step_update_slot_mapping_and_metadata(
@@ -19,12 +20,21 @@ def eagle_step_update_slot_mapping_and_metadata(
         positions_1d: int64 [B]. block_table_tensor: int [B, W].
         seq_lens: int32 [B], updated.
         out_clamped_positions: int64 [B], `positions_1d` itself or another.
-        out_slot_mapping: int64; the first `input_batch_size` entries are written, from B on with -1.
+        out_slot_mapping: int64; the first `input_batch_size` entries are written, from B on with -1. All B of them if
+            that is absent.
+
+    Raises:
+        TypeError, ValueError: as `compiled_kv.draft_steps.advance_draft_`.
     """
+    sizes = Sizes()
+    sizes.check("positions_1d", positions_1d, INT64, "B")
+    sizes.check("out_clamped_positions", out_clamped_positions, INT64, "B")
+    tokens = positions_1d.shape[0] if input_batch_size is None else input_batch_size
     if out_clamped_positions is not positions_1d:
+        out = (out_clamped_positions, out_slot_mapping, seq_lens)
+        check_in_place(*out, block_table_tensor, block_size, max_model_len, tokens)
         out_clamped_positions.copy_(positions_1d)
     advance_draft_(
         out_clamped_positions, block_table_tensor, seq_lens, out_slot_mapping, page_size=block_size,
-        max_context_len=max_model_len,
-        num_tokens=positions_1d.shape[0] if input_batch_size is None else input_batch_size,
+        max_context_len=max_model_len, num_tokens=tokens,
     )  # fmt: skip
