@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,21 @@ from tests.audit_corpus import clean, hazards, library, serving
 from tests.audit_corpus.arguments import arguments
 
 MARK = re.compile(r"# HAZARD (.+)$")
-WAYS = [(False, True), (False, False), (True, True), (True, False)]
+WAYS = {  # fullgraph, capture_scalars
+    "default": (False, True),
+    "scalars-off": (False, False),
+    "fullgraph": (True, True),
+    "fullgraph-scalars-off": (True, False),
+}
+OTHERS = [way for way in WAYS if way != "default"]
+EVERYTHING = "COMPILED_KV_EXAMPLES" in os.environ
+
+
+def in_turn(names: Iterable[str], ways: list[list[str]]) -> list[Any]:
+    """Each step in the ways of its turn; `make test-all` takes it in all of them."""
+    everyone = sorted({way for turn in ways for way in turn}, key=list(WAYS).index)
+    turns = [(name, everyone if EVERYTHING else ways[i % len(ways)]) for i, name in enumerate(names)]
+    return [pytest.param(name, WAYS[way], id=f"{name}-{way}") for name, turn in turns for way in turn]
 
 
 def planted(step: Any) -> set[tuple[str, str, int]]:
@@ -54,8 +70,7 @@ def found(report: Report) -> set[tuple[str, str, int]]:
     return {(each.rule, each.file, each.line) for each in report.findings}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["default", "scalars-off", "fullgraph", "fullgraph-scalars-off"])
-@pytest.mark.parametrize("name", hazards.HAZARDS)
+@pytest.mark.parametrize("name, way", in_turn(hazards.HAZARDS, [["default", other] for other in OTHERS]))
 def test_hazard_is_found_with_its_rule_and_line(name: str, way: tuple[bool, bool]) -> None:
     step = hazards.HAZARDS[name]
     marks = planted(step)
@@ -66,8 +81,7 @@ def test_hazard_is_found_with_its_rule_and_line(name: str, way: tuple[bool, bool
         assert not report.ok
 
 
-@pytest.mark.parametrize("way", WAYS[::3], ids=["default", "fullgraph-scalars-off"])
-@pytest.mark.parametrize("name", clean.CLEAN)
+@pytest.mark.parametrize("name, way", in_turn(clean.CLEAN, [["default"], ["fullgraph-scalars-off"]]))
 def test_clean_step_has_no_finding(name: str, way: tuple[bool, bool]) -> None:
     step = clean.CLEAN[name]
     report = audit(step, *arguments(step), fullgraph=way[0], capture_scalars=way[1])
