@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +198,7 @@ REFUSED = {
     "pool-nan": (["--pool", "nan"], "--pool must be a number from 0 to 16, got nan"),
     "pool-inf": (["--pool", "inf"], "--pool must be a number from 0 to 16, got inf"),
     "pool-negative": (["--pool", "-1"], "--pool must be a number from 0 to 16, got -1"),
+    "draft-of-none": (["--draft-tokens", "1"], "--draft-tokens must be 0, or 2 and more"),
 }
 
 
@@ -205,6 +207,14 @@ def test_an_argument_that_cannot_be_used_ends_the_command_with_one_line(argument
     ended = invoke(*arguments)
     assert ended.exit_code == 2
     assert ended.output.startswith(f"Error: {line}") and ended.output.count("\n") == 1
+
+
+def test_a_trace_of_fewer_requests_than_asked_for_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "requests.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,40\n1,100,40\n")
+    ended = invoke("--trace", str(trace))
+    assert ended.exit_code == 2
+    assert ended.output == f"Error: --requests must be at most the 2 rows of {trace}, got 3\n"
 
 
 @pytest.mark.parametrize(

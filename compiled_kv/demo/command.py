@@ -61,6 +61,8 @@ def demo(
     check_device(device)
     check_number("--scale", scale, 1e-9, 1e9)
     check_number("--pool", pool, 0, 16)
+    if draft_tokens == 1:
+        raise Unusable("--draft-tokens must be 0, or 2 and more: the last token and its drafts, got 1")
     torch.set_num_threads(threads)  # a second thread has nothing to win in models this small
     lengths = [row.scaled(scale) for row in load(trace, requests, seed)]
     names = NAMES if model == "all" else (model,)
@@ -111,12 +113,17 @@ def check_lengths(lengths: Sequence[Lengths], names: Sequence[str], scale: float
 
 
 def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
-    """The first `requests` of the trace file, or as many synthetic ones."""
+    """The first `requests` of the trace file, or as many synthetic ones. A file with fewer serves all, unless asked for
+    more by number."""
     if trace is None:
         return synthetic_trace(requests, seed)
     try:
-        return read_trace(trace)[:requests]
+        rows = read_trace(trace)
     except TraceError as error:
         raise Unusable(str(error)) from None
     except OSError as error:
         raise Unusable(f"{trace}: {error.strerror}") from None
+    asked = click.get_current_context().get_parameter_source("requests")
+    if len(rows) < requests and asked is not click.core.ParameterSource.DEFAULT:
+        raise Unusable(f"--requests must be at most the {len(rows)} rows of {trace}, got {requests}")
+    return rows[:requests]
