@@ -258,6 +258,14 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
     "recurrent": (
         recurrent, LAYOUT, ValueError, "model must have full or sliding attention in every layer, got linear_attention",
     ),
+    "bidirectional": (
+        lambda: transformers.BertLMHeadModel(transformers.BertConfig(**SMALL)), LAYOUT, ValueError,
+        r"model must be a decoder, got BertLMHeadModel with config.is_decoder=False",
+    ),
+    "attention-of-its-own": (
+        lambda: transformers.GPTJForCausalLM(transformers.GPTJConfig(n_embd=64, n_layer=1, n_head=4, rotary_dim=8)),
+        LAYOUT, ValueError, "through 'compiled_kv', got 'eager': GPTJForCausalLM may have no other",
+    ),
     "no-layout": (lambda: build("llama"), 64, TypeError, "layout must be a KVLayout, got int"),
     "no-window": (
         lambda: build("gemma3"), LAYOUT, ValueError, "layout.window must be the model's sliding_window 24, got None",
@@ -356,6 +364,10 @@ def test_the_mask_hides_padding_and_keys_before_the_first() -> None:
 BAD_ATTENTION: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout": 0.1}, r"dropout must be 0 over a cache, got 0.1: call model.eval\(\)"),
     "bias": ({"position_bias": torch.zeros(1)}, "position_bias must be None, got a tensor: Identity"),
+    "foreign-mask": (
+        {"attention_mask": torch.zeros(1, 1, 1, 3)},
+        "attention_mask must have a column for each of 1 cached keys, got 3 in Identity",
+    ),
     "no-mask": ({"attention_mask": None}, "attention_mask must be given in causal attention, got None in Identity"),
 }
 

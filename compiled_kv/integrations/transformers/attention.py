@@ -34,7 +34,7 @@ def paged_attention(
         s_aux: [H], the logit of a key that every query sees and that has no value.
 
     Raises:
-        ValueError: dropout, a position bias, or no mask in causal attention.
+        ValueError: dropout, a position bias, no mask in causal attention, or one that is not the cache's.
     """
     if dropout:
         raise ValueError(f"dropout must be 0 over a cache, got {dropout}: call model.eval()")
@@ -42,6 +42,9 @@ def paged_attention(
         raise ValueError(f"position_bias must be None, got a tensor: {type(module).__name__} has no paged attention")
     if attention_mask is None and getattr(module, "is_causal", True):
         raise ValueError(f"attention_mask must be given in causal attention, got None in {type(module).__name__}")
+    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        given = f"{attention_mask.shape[-1]} in {type(module).__name__}"
+        raise ValueError(f"attention_mask must have a column for each of {key.shape[2]} cached keys, got {given}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is None and s_aux is None:
         out = attention(query, key, value, attention_mask, scale)

@@ -19,8 +19,8 @@ def check_model(model: Any, layout: ckv.KVLayout) -> list[str]:
 
     Raises:
         TypeError: it is no transformers model, or the layout no KVLayout.
-        ValueError: it has an encoder, attends through something else, has layers of another kind, or a window that is
-            not the layout's.
+        ValueError: it has an encoder or is one, attends through something else, has layers of another kind, or a window
+            that is not the layout's.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
@@ -29,11 +29,13 @@ def check_model(model: Any, layout: ckv.KVLayout) -> list[str]:
     if model.config.is_encoder_decoder:
         raise ValueError(f"model must be decoder-only, got the encoder-decoder {type(model).__name__}")
     config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_decoder", True) is False:
+        raise ValueError(f"model must be a decoder, got {type(model).__name__} with config.is_decoder=False")
     if config._attn_implementation != NAME:
-        raise ValueError(
-            f"model must attend through {NAME!r}, got {config._attn_implementation!r}: "
-            f"call model.set_attn_implementation({NAME!r})"
-        )
+        way = f"call model.set_attn_implementation({NAME!r})"
+        if not model._supports_attention_backend:
+            way = f"{type(model).__name__} may have no other"
+        raise ValueError(f"model must attend through {NAME!r}, got {config._attn_implementation!r}: {way}")
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING] * config.num_hidden_layers
     if unknown := sorted(set(kinds) - {FULL, SLIDING}):
