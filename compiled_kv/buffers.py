@@ -199,9 +199,15 @@ class DecodeBuffers(nn.Module):
 
         Returns:
             DecodeMetadata, views of the buffers: B rows, B * Q tokens, Q the int `q_len` or the buffers' own.
+
+        Raises:
+            TypeError, ValueError: more rows or queries than the buffers have room for; the text names the argument.
         """
+        check_int("batch_size", batch_size, 0, self.max_batch_size)
         own = self.q_len if self.q_lens is None else self.q_lens[:batch_size]
         queries = own if q_len is None else q_len
+        if isinstance(queries, int):
+            check_int("q_len", queries, 0, self.q_len)
         tokens = batch_size * (queries if isinstance(queries, int) else self.q_len)
         return update_metadata(
             self.req_to_token, self.req_pool_indices[:batch_size],

@@ -231,6 +231,17 @@ def test_stages_of_a_step_share_a_set(device: str) -> None:
             assert found.tolist() == value.tolist(), (name, given)
 
 
+@pytest.mark.parametrize("batch_size", [-1, 5])
+def test_a_bucket_that_the_buffers_have_no_rows_for_is_refused(batch_size: int) -> None:
+    buffers = make("verify")
+    buffers.load(BATCHES["verify"])
+    with pytest.raises(ValueError, match=f"batch_size must be at (least 0|most 4), got {batch_size}"):
+        buffers.metadata(batch_size)
+    with pytest.raises(ValueError, match="q_len must be at most 4, got 5"):
+        buffers.metadata(2, q_len=5)
+    assert (buffers.held == make("verify").held).all()
+
+
 def test_ring_clears_what_the_line_held_before() -> None:
     target = torch.full((6,), 77)
     ring = Ring(target, [2, 3])
