@@ -170,7 +170,7 @@ class DecodeBuffers(nn.Module):
 
     @property
     def slots(self) -> Tensor | None:
-        """int64 [M * Q] where the allocator gives slots, else None."""
+        """int64 [M * Q] where the allocator gives slots, else None; -1 for queries that it gave none."""
         return self._input("slots") if self.given_slots else None
 
     @property
@@ -272,6 +272,8 @@ class DecodeBuffers(nn.Module):
                         ring.keep(rows, generations)
             else:
                 check_batch(self, batch)
+                if slots is not None:  # a query without a slot has none: slot 0 is one
+                    batch = batch._replace(slots=[*slots, *[-1] * (size * self.q_len - len(slots))])
                 ring.fill(size, [values for values in batch if values is not None])
         except (struct.error, TypeError):
             check_batch(self, batch)
@@ -287,7 +289,7 @@ class DecodeBuffers(nn.Module):
         for name, values in given.items():
             begin, end = self._places[name]
             self.inputs[begin : begin + len(values)].copy_(values)
-            self.inputs[begin + len(values) : end].zero_()
+            self.inputs[begin + len(values) : end].fill_(-1 if name == "slots" else 0)
         size = len(batch.rows)
         self.num_reqs.fill_(size)
         return size
@@ -299,6 +301,11 @@ class DecodeBuffers(nn.Module):
             return values
         is_there = (values.data_ptr(), values.dtype, values.stride()) == (place.data_ptr(), place.dtype, place.stride())
         return values if is_there else values.clone()
+
+    def check_stream(self) -> None:
+        """Refuse, on CUDA, that another stream than the buffers' own is current."""
+        if self._stream is not None and torch._C._cuda_getCurrentRawStream(self._device_index) != self._stream:
+            self._refuse_stream()
 
     def _refuse_stream(self) -> None:
         now = torch._C._cuda_getCurrentRawStream(self._device_index)

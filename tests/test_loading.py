@@ -11,6 +11,7 @@ import torch
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
+from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.staging import HALF, PACKERS, Ring
 from tests.cases import DEVICES, needs_cuda, pool_of_pages
 
@@ -105,6 +106,33 @@ def test_torchs_default_device_has_no_say() -> None:
         meta = buffers.metadata(2)
     assert loaded(buffers, 2) == [[3, 1], [7, 4], [0, 0]]
     assert meta.cache_seqlens.tolist() == [7, 4]
+
+
+@devices
+@pytest.mark.parametrize("tensors", [False, True], ids=["ints", "tensors"])
+def test_a_query_that_was_given_no_slot_has_none(tensors: bool, device: str) -> None:
+    """Not slot 0, nor what the batch before left."""
+    buffers = make(device, given_slots=True, q_len=2)
+    for slots, wanted in [([8, 9, 10, 11], [8, 9, 10, 11]), ([5, 6, 7], [5, 6, 7, -1]), ([], [-1] * 4)]:
+        fields = [3, 1], [7, 4], [0, 0], None, slots
+        on_device = (
+            None if field is None else torch.tensor(field, dtype=torch.int64, device=device) for field in fields
+        )
+        buffers.load(DecodeBatch(*(on_device if tensors else fields)))
+        slot_mapping = buffers.metadata(3).slot_mapping
+        assert slot_mapping is not None and slot_mapping.tolist() == [*wanted, -1, -1]
+
+
+def test_a_replay_on_another_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = make()
+    graphs = DecodeGraphs(lambda b, size: b.metadata(size).cache_seqlens, buffers, [4], backend=None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0x20, raising=False)
+    buffers._stream = 0x10
+    for call in (lambda: graphs.replay(0), lambda: graphs(DecodeBatch([3], [7], [0]))):
+        with pytest.raises(RuntimeError, match="stream they were made on, 0x10, but stream 0x20 is current"):
+            call()
+    buffers._stream = 0x20
+    assert graphs(DecodeBatch([3], [7], [0])).tolist() == graphs.replay(1).tolist() == [7, 0, 0, 0]
 
 
 def test_formats_of_lines_do_not_pile_up() -> None:

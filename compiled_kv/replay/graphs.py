@@ -97,6 +97,7 @@ class DecodeGraphs:
     def replay(self, size: int, *args: Any, **kwargs: Any) -> Any:
         """The same for `size` requests that are in the buffers already."""
         check_int("size", size, 0, self.batch_sizes[-1])
+        self.buffers.check_stream()
         self._check(args, kwargs)
         return self._run(size)
 
