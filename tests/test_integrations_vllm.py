@@ -184,6 +184,8 @@ def test_what_the_host_can_see_to_be_wrong_is_refused_before_anything_is_written
     before = [buffer.clone() for buffer in made.buffers()]
     with pytest.raises(ValueError, match="cp_rank must be at most 1, got 2"):
         tables("cpu", cp_size=2, cp_rank=2)
+    with pytest.raises(ValueError, match="cp_size must be at least 1, got 0"):
+        tables("cpu", cp_size=0)
     for row, sentence in ((-1, "req_index must be at least 0, got -1"), (99, r"req_index must be at most \d+, got 99")):
         with pytest.raises(ValueError, match=sentence):
             made.append_block_ids(row, ([1], [2]), True)

@@ -56,6 +56,7 @@ class BlockTable(torch.nn.Module):
         check_int("block_size", block_size, 1, UNBOUNDED)
         size = block_size if kernel_block_size is None else kernel_block_size
         self.blocks_per_kv_block = kernel_blocks(block_size, size, "kernel_block_size")
+        check_int("cp_size", cp_size, 1, UNBOUNDED)
         check_int("cp_rank", cp_rank, 0, cp_size - 1)
         check_interleave("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, cp_size, [size])
         self.cp_size, self.cp_rank, self.cp_interleave = cp_size, cp_rank, cp_kv_cache_interleave_size

@@ -12,6 +12,7 @@ from compiled_kv.block_tables import gather_block_tables
 from compiled_kv.checks import check_int
 from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.layout import ceil_div
+from compiled_kv.lengths import UNBOUNDED
 
 PAD_SLOT_ID = PADDING_SLOT_ID = -1
 NULL_BLOCK_ID = 0
@@ -102,6 +103,7 @@ class BlockTables(torch.nn.Module):
         keep("block_sizes", ints(sizes))
         keep("slot_block_sizes", ints([size if on else 0 for size, on in zip(sizes, enabled, strict=True)]))
         dealt = [True] * groups if dcp_sharded is None else dcp_sharded
+        check_int("cp_size", cp_size, 1, UNBOUNDED)
         check_int("cp_rank", cp_rank, 0, cp_size - 1)
         dealt_sizes = [size for size, *on in zip(sizes, dealt, enabled, strict=True) if all(on)]
         check_interleave("cp_interleave", cp_interleave, cp_size, dealt_sizes)
