@@ -133,13 +133,13 @@ def place_tokens_(
         TypeError, ValueError: an argument's type, dtype, shape, device, strides or overlap is wrong; the text names it.
     """
     sizes = Sizes()
+    sizes.check_output("positions", positions, INTS, "T")
     sizes.check("cu_seqlens_q", cu_seqlens_q, INTS, "B+1")
     check_int("the length of cu_seqlens_q", cu_seqlens_q.shape[0], 1)
     sizes.named["B"] = cu_seqlens_q.shape[0] - 1
     sizes.check("held", held, INTS, "B" if req_pool_indices is None else "R")
     if req_pool_indices is not None:
         sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
-    sizes.check_output("positions", positions, INTS, "T")
     if batch_indices is not None:
         sizes.check_output("batch_indices", batch_indices, INT32, "T")
     if seq_lens is not None:
