@@ -62,11 +62,12 @@ class Mailbox(Ring):
         return super().next()
 
     def deliver(self) -> None:
-        """Copy what was sent and not taken, and wait for it: something else is about to be loaded on top."""
+        """Copy what was sent and not taken: something else is about to be loaded on top."""
         if self.is_sent:
             target, size = self.target(), self.size_of[self.filling].value
             assert target is not None
-            target[:size].copy_(self.lines[self.filling][1 : 1 + size])
+            # A clone in pageable memory, which is read before this returns: the line itself is filled next.
+            target[:size].copy_(self.lines[self.filling][1 : 1 + size].clone(), non_blocking=True)
             self.is_sent = False
 
     def send(self, size: int) -> None:
