@@ -45,7 +45,7 @@ UNDECIDED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, U
 # What torch says where a call needs the device itself, or its libraries, and this machine lacks them.
 _NEEDS_DEVICE = (
     "Torch not compiled with CUDA enabled", "Tried to instantiate dummy base class", "Cannot get CUDA generator",
-    "Found no NVIDIA driver", "No CUDA GPUs are available",
+    "Found no NVIDIA driver", "No CUDA GPUs are available", "CUDA driver version is insufficient",
 )  # fmt: skip
 _DEVICES_OWN = re.compile(r"stream|Event|[gG]enerator|rng|seed|memory|synchronize")
 _QUOTES = re.compile(r"\n\s*(Caused by|User Stack|Stack variable|from user code|Original traceback)")

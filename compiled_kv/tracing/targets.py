@@ -147,8 +147,8 @@ def _cuda_guard() -> Iterator[None]:
 
 @contextmanager
 def _cuda_calls() -> Iterator[None]:
-    """In a CPU-only build, answer what asks which device is current."""
-    if torch.version.cuda or torch.version.hip:
+    """Without a device, answer what asks which one is current."""
+    if torch.cuda.is_available():
         yield
         return
     from torch._dynamo.device_interface import CudaInterface
@@ -166,8 +166,9 @@ def _cuda_calls() -> Iterator[None]:
 
     plain = FakeTensorMode.dispatch
     with ExitStack() as stack:
+        if not (torch.version.cuda or torch.version.hip):
+            stack.enter_context(_replaced(FakeTensorMode, "dispatch", dispatch))
         for owner, name, stand_in in (
-            (FakeTensorMode, "dispatch", dispatch),
             (FunctionalTensor, "cuda", cuda),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
