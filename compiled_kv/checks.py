@@ -233,9 +233,14 @@ def _interleaved(a: Tensor, b: Tensor) -> bool:
 
 def _rows_of(tensor: Tensor) -> tuple[int, int]:
     """Width of a table's rows and the distance between them: 0 for a single row, and a width of 0 where its columns do
-    not lie side by side. A strided vector is a table of one column."""
+    not lie side by side. A strided vector is a table of one column, and tables of several groups are one where their
+    rows follow one another at that distance."""
     if tensor.ndim == 1 and tensor.stride(0) != 1:
         tensor = tensor[:, None]
-    rows, width = (1, *tensor.shape)[-2:] if tensor.ndim else (1, 1)
-    unit = width == 1 or tensor.stride(-1) == 1
-    return width if unit else 0, tensor.stride(0) if rows > 1 else 0
+    groups, rows, width = (1, 1, 1, *tensor.shape)[-3:]
+    group_pitch, pitch, unit = (0, 0, 1, *tensor.stride())[-3:]
+    if groups > 1 and rows > 1 and group_pitch != rows * pitch:
+        width = 0
+    if rows == 1:
+        pitch = group_pitch
+    return width if width == 1 or unit == 1 else 0, pitch if groups * rows > 1 else 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv import KVLayout
+from compiled_kv.block_tables import gather_block_tables
 from compiled_kv.engine_metadata import EngineMetadata
 from tests.harness import POISON, around, poisoned
 from tests.peer_calls import CALLS
@@ -186,3 +187,19 @@ def test_outputs_that_overlap_are_refused(operator: str) -> None:
     given[argument] = shared(given)
     with pytest.raises(ValueError, match=f"^({name}) must not overlap"):
         CALLS[operator][0](**given)
+
+
+def test_tables_of_several_groups_that_overlap_an_input_are_refused() -> None:
+    """Rows of groups lie at a distance of their own, which is not that of the groups."""
+    whole = torch.zeros(80, dtype=torch.int32)
+    indices = whole[11:14]
+    tables, counts = torch.ones(2, 4, 3, dtype=torch.int32), torch.full((2, 4), 3)
+    for strides, begin in (((18, 5, 1), 0), ((20, 5, 1), 0), ((30, 6, 1), 4)):
+        out = whole.as_strided((2, 3, 3), strides, begin)
+        with pytest.raises(ValueError, match="out must not overlap req_pool_indices"):
+            gather_block_tables(tables, counts, indices, out=out)
+    assert not whole.any()
+    beside = torch.full((2, 3, 9), -7, dtype=torch.int32)
+    beside[0, 0, 5:8] = torch.arange(3, dtype=torch.int32)
+    gather_block_tables(tables, counts, beside[0, 0, 5:8], out=beside[..., 1:4])
+    assert beside[..., 1:4].eq(1).all() and beside[..., 4:5].eq(-7).all() and beside[..., :1].eq(-7).all()
