@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -247,6 +248,18 @@ def test_a_longest_length_captured_as_1024_is_refused_as_3000(device: str) -> No
         step(BATCH, 3000)
 
 
+def test_an_array_written_into_is_refused() -> None:
+    """It is the captured object still, but the graph holds the numbers that stood in it."""
+    scales = np.array([2.0, float("nan")])
+    step = graphs(lambda b, size, given: b.metadata(size).cache_seqlens * given[0].item(), args=(scales,))
+    assert step(BATCH, scales).tolist() == step(BATCH, scales.copy()).tolist() == [18.0, 10.0]
+    scales[0] = 3
+    with pytest.raises(ValueError, match=r"argument given changed from array\(\[ 2., nan\]\) to array\(\[ 3., nan\]\)"):
+        step(BATCH, scales)
+    with pytest.raises(ValueError, match="argument given changed from"):
+        step(BATCH, np.array([[2.0, float("nan")]]))
+
+
 @devices
 def test_lengths_made_anew_outside_the_graph_are_refused(device: str) -> None:
     """Kind 14: `cache_seqlens = seq_lens + 1` in each step."""
@@ -428,10 +441,14 @@ def reads(buffers, batch_size):
         (["--events", "steps.py"], 2, "steps.py: line 2 must be one of join, finish"),
         (["--events", "none.txt"], 2, "none.txt: No such file"),
         (["--trace", "none.csv"], 2, "none.csv: No such file"),
-        (["steps:none"], 2, "steps:none must name a function as MODULE:FUNCTION"),
-        (["steps:__name__"], 2, "must be a function of (buffers, batch_size), got str"),
+        (["steps.py:good", "--scenario", "story", "--mode", "decode"], 0, "decode: story: 8 steps, 15 requests"),
+        (["steps:none"], 2, "Error: steps has no function none"),
+        (["steps:__name__"], 2, "Error: steps has no function __name__"),
+        (["broken:step"], 2, "Error: cannot import broken: SyntaxError: "),
     ],
-    ids=["good", "walk", "reads", "events", "no-events", "no-file", "no-trace", "no-step", "no-function"],
+    ids=[
+        "good", "walk", "reads", "events", "no-events", "no-file", "no-trace", "path", "no-step", "no-function", "broken",
+    ],
 )
 def test_command(
     arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -440,6 +457,7 @@ def test_command(
     from compiled_kv.replay.command import command
 
     (tmp_path / "steps.py").write_text(STEPS_FILE)
+    (tmp_path / "broken.py").write_text("def step(:\n")
     (tmp_path / "short.txt").write_text("join 20\nstep 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "steps", raising=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from operator import itemgetter
 from typing import Any
 
@@ -47,7 +48,9 @@ class Frozen:
 
     def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.parameters = parameters_of(step)
-        self.leaves = self._flatten(args, kwargs)
+        # Arrays are copied: they can be written into in place.
+        leaves = self._flatten(args, kwargs).items()
+        self.leaves = {name: copy(leaf) if _is_array(leaf) else leaf for name, leaf in leaves}
         self.pointers = {name: leaf.data_ptr() for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +103,15 @@ def _shown(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
+def _is_array(leaf: Any) -> bool:
+    """Whether it is an array of NumPy's or Python's own."""
+    return hasattr(leaf, "tobytes") and not isinstance(leaf, memoryview)
+
+
 def _is_same(leaf: Any, was: Any) -> bool:
+    if _is_array(leaf) and type(leaf) is type(was):
+        shapes = [(getattr(each, "shape", None), getattr(each, "dtype", None)) for each in (leaf, was)]
+        return shapes[0] == shapes[1] and leaf.tobytes() == was.tobytes()
     try:
         return leaf is was or (type(leaf) is type(was) and bool(leaf == was))
     except (RuntimeError, ValueError):  # an array of several values has no one truth
