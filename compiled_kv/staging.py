@@ -112,14 +112,13 @@ class Ring:
         self.turn = turn = self.filling
         head, line = self.heads[size][turn]
         head.copy_(line, non_blocking=True)
-        if self.on_cuda:
+        if self.on_cuda and turn % HALF == HALF - 1:
             self.mark(turn)
 
     def mark(self, turn: int) -> None:
         """Record the event of a half whose last line the device has just been told to read."""
-        if turn % HALF == HALF - 1:
-            # Of the target's device: an event takes the current device's stream if it is not told.
-            self.sent[turn // HALF].record(torch.cuda.current_stream(self.device))
+        # Of the target's device: an event takes the current device's stream if it is not told.
+        self.sent[turn // HALF].record(torch.cuda.current_stream(self.device))
 
     def deliver(self) -> None:
         """Bring to the target what was sent and waits to be taken: here nothing ever does."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compiled_kv.layout import ceil_div
 from compiled_kv.replay.mailbox_kernel import take_line_kernel
-from compiled_kv.staging import Ring
+from compiled_kv.staging import HALF, Ring
 
 BLOCK = 512
 
@@ -59,7 +59,7 @@ class Mailbox(Ring):
         """The next line, which the device reads no more; what was sent in it is delivered first."""
         if self.is_sent:
             self.deliver()
-        return super().next()
+        return Ring.next(self)
 
     def deliver(self) -> None:
         """Copy what was sent and not taken: something else is about to be loaded on top."""
@@ -83,4 +83,5 @@ class Mailbox(Ring):
         graph.replay()
         self.is_sent = False
         self.turn = turn = self.filling
-        self.mark(turn)
+        if turn % HALF == HALF - 1:
+            self.mark(turn)
