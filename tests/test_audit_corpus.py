@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the corpus launches kernels")
 
@@ -99,6 +100,13 @@ def test_hazard_is_found_with_sizes_free(name: str) -> None:
     assert planted(step) <= found(report) and not report.ok, str(report)
     extra = {each.rule for each in report.findings} - {rule for rule, _, _ in planted(step)}
     assert extra <= {"graph-break"}, str(report)
+
+
+def test_a_branch_on_a_size_is_no_read() -> None:
+    def step(x: Any) -> Any:
+        return torch.cond(x.shape[0] > 3, lambda t: t + 1, lambda t: t - 1, (x,))
+
+    assert audit(step, torch.zeros(4, 8), target="cuda:sm_90").ok
 
 
 def test_bytes_cloned_are_given_by_argument() -> None:

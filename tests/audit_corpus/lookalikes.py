@@ -142,11 +142,6 @@ def autograd_function(x: Tensor) -> Tensor:
 
 
 @clean
-def cond_on_shape(x: Tensor) -> Tensor:
-    return torch.cond(x.shape[0] > 3, lambda t: t + 1, lambda t: t - 1, (x,))
-
-
-@clean
 def in_autocast(x: Tensor) -> Tensor:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         return x @ x.t()
