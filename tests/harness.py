@@ -160,6 +160,13 @@ def around(view: Tensor) -> Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage()).cpu()
 
 
+def is_clean_around(out: Tensor) -> bool:
+    """Whether the memory around a poisoned output is as it was."""
+    whole = around(out).clone()
+    whole.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(whole[0])
+    return bool((whole == whole[0]).all())
+
+
 def outputs(form: Form, call: dict[str, Any], device: str) -> list[Tensor | None]:
     """Poisoned outputs for this call, None where it has none; tables get columns beyond the layout's."""
     given = {"req_pool_indices": torch.empty(0), **call}

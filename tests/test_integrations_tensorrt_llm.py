@@ -13,7 +13,7 @@ import compiled_kv as ckv
 from compiled_kv.integrations import tensorrt_llm
 from tests.cases import DEVICES
 from tests.conftest import INTERPRETED
-from tests.harness import POISON, around, poisoned
+from tests.harness import POISON, around, is_clean_around, poisoned
 from tests.peer_calls import Draw
 
 KEPT = POISON[torch.int32]
@@ -24,12 +24,6 @@ seeds = pytest.mark.parametrize("seed", range(15))
 
 def block(value: int) -> int:
     return value if 0 <= value < 2**31 else -1
-
-
-def is_clean_around(out: Tensor) -> bool:
-    whole = around(out).clone()
-    whole.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(whole[0])
-    return bool((whole == whole[0]).all())
 
 
 @devices

@@ -13,7 +13,7 @@ import compiled_kv as ckv
 from compiled_kv.integrations import vllm
 from tests.cases import DEVICES
 from tests.conftest import INTERPRETED
-from tests.harness import POISON, around, poisoned
+from tests.harness import POISON, around, is_clean_around, poisoned
 from tests.peer_calls import Draw
 
 KEPT, KEPT64 = POISON[torch.int32], POISON[torch.int64]
@@ -32,12 +32,6 @@ class Batch:
         self.query_start_loc = draw.plain(self.bounds + [99] * draw.choice((0, 2)))
         self.request = [b for b, count in enumerate(self.counts) for _ in range(count)]
         self.room = self.tokens + draw.choice((0, 3))
-
-
-def is_clean_around(out: Tensor) -> bool:
-    whole = around(out).clone()
-    whole.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(whole[0])
-    return bool((whole == whole[0]).all())
 
 
 @devices
