@@ -76,3 +76,6 @@ def mismatched() -> Any:
 
 def unmade() -> None:
     raise KeyError("no weights")
+
+
+instance = torch.nn.Linear(3, 3)

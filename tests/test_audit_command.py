@@ -69,6 +69,7 @@ def test_page_is_self_contained_and_shows_the_line(tmp_path: Path) -> None:
         (["tests.audit_entry:no_pair"], "the function must return (step, arguments)"),
         (["tests.audit_entry:no_callable"], "got (int, tuple)"),
         (["tests.audit_entry:unmade"], "unmade raised KeyError: 'no weights'"),
+        (["tests.audit_entry:instance"], "Linear raised TypeError: Linear.forward() missing 1 required positional"),
         (["tests.audit_entry:leaving"], "leaving raised SystemExit: 3"),
         (["tests.audit_entry:raising"], "the step raised OverflowError: the step's own error"),
         (["tests.audit_entry:exiting"], "the step raised SystemExit: 3"),

@@ -1,4 +1,4 @@
-"""`MODULE:FUNCTION` on a command line: the step to audit, and example arguments for it."""
+"""`MODULE:FUNCTION` on a command line: the step to audit, and example arguments for it, or the step to replay."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def examples(function: Callable[..., Any], batch_sizes: Sequence[int] = ()) -> l
     if not batch_sizes:
         return [_checked(_made(function))]
     if not inspect.signature(function).parameters:
-        raise EntryError(f"--batch-sizes needs a {function.__name__}(batch_size) to call with each of them")
+        raise EntryError(f"--batch-sizes needs a {_name(function)}(batch_size) to call with each of them")
     return [_checked(_made(function, size)) for size in batch_sizes]
 
 
@@ -65,7 +65,12 @@ def _made(function: Callable[..., Any], *size: int) -> Any:
     try:
         return function(*size)
     except (Exception, SystemExit) as error:
-        raise EntryError(f"{function.__name__} raised {type(error).__name__}: {error}") from error
+        raise EntryError(f"{_name(function)} raised {type(error).__name__}: {error}") from error
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """A module or a partial that was named in place of a function has no name of its own."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _checked(made: Any) -> Example:

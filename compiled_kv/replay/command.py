@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import click
 import torch
 
+from compiled_kv.auditor.entry import EntryError, load
 from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
@@ -48,7 +47,7 @@ def usable(_: click.Context, __: click.Parameter, name: str) -> str:
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--context", type=click.IntRange(min=8), default=512, show_default=True, help="Longest context.")
 @click.option("--window", type=click.IntRange(min=1), help="Sliding window; none without.")
-@click.option("--eager", is_flag=True, help="Leave the step uncompiled on the CPU.")
+@click.option("--eager", is_flag=True, help="Leave the step uncompiled on the CPU, which is faster.")
 def command(
     step: str | None, scenario: str, mode: str, steps: int, seed: int, file: Path | None, events: Path | None,
     device: str, batch: int, page_size: int, context: int, window: int | None, eager: bool,
@@ -75,16 +74,11 @@ def command(
 
 
 def load_step(name: str) -> Step:
-    """The function that MODULE:FUNCTION names."""
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    """The function that MODULE:FUNCTION names; MODULE may be a path that ends in .py."""
     try:
-        step = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise Refused(f"{name} must name a function as MODULE:FUNCTION: {error}") from None
-    if not callable(step):
-        raise Refused(f"{name} must be a function of (buffers, batch_size), got {type(step).__name__}")
-    return step
+        return load(name)
+    except EntryError as error:
+        raise Refused(str(error)) from None
 
 
 def make(kind: str, given: Serving, steps: int, seed: int, file: Path | None) -> list[Scenario]:
