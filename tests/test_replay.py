@@ -202,6 +202,14 @@ def scaled(buffers: DecodeBuffers, batch_size: int, scale: float, options: dict[
     return buffers.metadata(batch_size).cache_seqlens * scale + options["bias"]
 
 
+def test_what_is_no_step_and_no_batch_is_refused_by_name() -> None:
+    for refused in (lambda: graphs(step=3), lambda: check_replay(3)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"decode_step must be a function of \(buffers, batch_size\), got int"):
+            refused()
+    with pytest.raises(TypeError, match="batch must be a DecodeBatch, got tuple"):
+        graphs()(([3], [9], [1]))  # type: ignore[arg-type]
+
+
 @devices
 def test_a_batch_is_padded_to_its_bucket(device: str) -> None:
     step = graphs(device=device)
@@ -446,9 +454,7 @@ def reads(buffers, batch_size):
         (["steps:__name__"], 2, "Error: steps has no function __name__"),
         (["broken:step"], 2, "Error: cannot import broken: SyntaxError: "),
     ],
-    ids=[
-        "good", "walk", "reads", "events", "no-events", "no-file", "no-trace", "path", "no-step", "no-function", "broken",
-    ],
+    ids=lambda value: value[0].replace(":", "-") if isinstance(value, list) else "",
 )
 def test_command(
     arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

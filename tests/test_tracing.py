@@ -18,6 +18,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils._sympy import functions
 
+from compiled_kv.auditor import audit
 from compiled_kv.goldens import assert_graph
 from compiled_kv.tracing import targets
 from compiled_kv.tracing.graphs import Graphs, capture, host, trace
@@ -308,6 +309,12 @@ aten.copy_(args_1, bump.out)
 out
 launches 1  copies 0  host reads 0""",
     )
+
+
+def test_what_cannot_be_called_is_refused_by_name() -> None:
+    for asked in (capture, audit):
+        with pytest.raises(TypeError, match="fn must be callable, got int"):
+            asked(3, ints(40), target=GPU)
 
 
 def test_golden_is_accepted_compared_and_shown_as_a_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

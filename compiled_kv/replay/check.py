@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
 from compiled_kv.replay.frozen import Places
-from compiled_kv.replay.graphs import DecodeGraphs, compiled
+from compiled_kv.replay.graphs import DecodeGraphs, check_callable, compiled
 from compiled_kv.replay.holdings import Planned, Serving
 from compiled_kv.replay.names import Difference
 from compiled_kv.replay.pools import apply, contents, make_pools
@@ -103,7 +103,9 @@ def check_replay(
     Raises:
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
         ValueError: a number is out of bounds, or a step has more requests than the largest bucket.
+        TypeError: `decode_step` cannot be called.
     """
+    check_callable(decode_step)
     scenario = scenario or story(serving())
     if steps is not None:
         check_int("steps", steps, 0)

@@ -48,6 +48,7 @@ class DecodeGraphs:
 
     Raises:
         ValueError: no bucket, or one that is larger than the buffers.
+        TypeError: `decode_step` cannot be called.
         RuntimeError: under capture the step met an operator for the first time; the text names it.
     """
 
@@ -56,6 +57,7 @@ class DecodeGraphs:
         args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
         null_pages: Sequence[Tensor] = (), backend: str | None = "inductor",
     ) -> None:  # fmt: skip
+        check_callable(decode_step)
         self.batch_sizes = sorted(set(batch_sizes))
         for index, size in enumerate(self.batch_sizes):
             check_int(f"batch_sizes[{index}]", size, 1, buffers.max_batch_size)
@@ -86,6 +88,8 @@ class DecodeGraphs:
         Raises:
             ValueError, TypeError: the batch or an argument is not what the graph was captured for; the text names it.
         """
+        if not hasattr(batch, "rows"):
+            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
         if len(batch.rows) >= len(self._bucket):
             largest = self.batch_sizes[-1]
             raise ValueError(
@@ -185,6 +189,11 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def check_callable(decode_step: Any) -> None:
+    if not callable(decode_step):
+        raise TypeError(f"decode_step must be a function of (buffers, batch_size), got {type(decode_step).__name__}")
 
 
 def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:

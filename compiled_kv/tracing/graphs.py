@@ -121,6 +121,8 @@ def trace(
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("capture cannot trace interpreted kernels: use a process where TRITON_INTERPRET is not set")
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, got {type(fn).__name__}")
     where = None if target is None else Target.parse(target)
     recorder, reads = Recorder(fn), list[EagerRead]()
     mode = recording_mode(reads, where.device if where else None)
