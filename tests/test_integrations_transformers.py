@@ -270,6 +270,10 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
     "no-window": (
         lambda: build("gemma3"), LAYOUT, ValueError, "layout.window must be the model's sliding_window 24, got None",
     ),
+    "window-of-none": (
+        lambda: build("llama"), ckv.KVLayout(16, 64, window=8), ValueError,
+        "layout.window must be None where no layer of the model slides, got 8",
+    ),
 }  # fmt: skip
 
 
@@ -277,7 +281,7 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
 def test_a_model_that_cannot_be_served_is_refused(case: str) -> None:
     make, layout, error, text = BAD_MODELS[case]
     model = make()
-    if case in ("recurrent", "no-window"):
+    if case in ("recurrent", "no-window", "window-of-none"):
         model.set_attn_implementation(NAME)
     with pytest.raises(error, match=text):
         PagedCache(model, layout, max_reqs=2, num_pages=9)

@@ -42,6 +42,8 @@ def check_model(model: Any, layout: ckv.KVLayout) -> list[str]:
         raise ValueError(f"model must have full or sliding attention in every layer, got {', '.join(unknown)}")
     if SLIDING in kinds and layout.window != window:
         raise ValueError(f"layout.window must be the model's sliding_window {window}, got {layout.window}")
+    if SLIDING not in kinds and layout.window not in (None, window):
+        raise ValueError(f"layout.window must be None where no layer of the model slides, got {layout.window}")
     return list(kinds)
 
 
