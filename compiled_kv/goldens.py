@@ -35,6 +35,7 @@ def assert_graph(
     Raises:
         AssertionError: they differ, or there is no such file; it holds a unified diff and how to accept the new text.
     """
+    __tracebackhide__ = True  # pytest then shows the diff under the test's own line
     path = Path(path)
     new = golden(graphs, path.parent.name, detail)
     if os.environ.get("EXPECTTEST_ACCEPT"):
