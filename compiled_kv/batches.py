@@ -74,6 +74,9 @@ def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
 
 
 def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+    for name in ("seq_lens", "generations"):
+        if name not in given:
+            raise TypeError(f"batch.{name} must have one entry for each row, got None")
     size = len(given["rows"])
     if size > buffers.max_batch_size:
         raise ValueError(f"batch.rows must hold at most max_batch_size={buffers.max_batch_size} requests, got {size}")

@@ -130,6 +130,9 @@ WRONG = {
      "batch.generations[1] must be an int, got float"),
     "wide-token": ("plain", BATCH._replace(token_ids=[2**63, 1]),
      "batch.token_ids[0] must be at most 9223372036854775807"),
+    "no-generations": ("plain", BATCH._replace(generations=None), "batch.generations must have one entry for each row"),
+    "no-generation-tensor": ("plain", on("cpu", BATCH)._replace(generations=None), "batch.generations must have one"),
+    "no-lengths": ("plain", BATCH._replace(seq_lens=None), "batch.seq_lens must have one entry for each row, got None"),
     "text": ("plain", DecodeBatch(["a"], [3], [0]), "batch.rows[0] must be an int, got str"),
 }  # fmt: skip
 
