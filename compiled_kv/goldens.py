@@ -46,9 +46,9 @@ def assert_graph(
     if old == new:
         return
     changes = difflib.unified_diff(old.splitlines(), new.splitlines(), str(path), "captured now", lineterm="")
-    missing = "" if path.exists() else f"{path} does not exist yet\n"
+    what = f"the captured graph differs from {path}" if path.exists() else f"{path} does not exist yet"
     how = "To accept the captured graph, run the test again with EXPECTTEST_ACCEPT=1."
-    raise AssertionError("\n".join([f"{missing}the captured graph differs from {path}", *changes, "", how]))
+    raise AssertionError("\n".join([what, *changes, "", how]))
 
 
 def golden(graphs: Graphs | Mapping[str, Graphs | Sequence[Graphs]], tier: str, detail: str = "full") -> str:

@@ -210,6 +210,17 @@ def test_what_is_no_step_and_no_batch_is_refused_by_name() -> None:
         graphs()(([3], [9], [1]))  # type: ignore[arg-type]
 
 
+def test_a_wrong_output_says_how_much_of_it_is_wrong() -> None:
+    calls = []
+
+    def counting(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        calls.append(None)
+        return buffers.metadata(batch_size).cache_seqlens * 0 + len(calls)
+
+    with pytest.raises(ReplayFault, match=r"wrong output .* not equal; Mismatched elements: \d+ / \d+ \(100\.0%\)"):
+        check_replay(counting, backend=None, attempts=0)
+
+
 @devices
 def test_a_batch_is_padded_to_its_bucket(device: str) -> None:
     step = graphs(device=device)

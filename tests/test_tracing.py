@@ -321,7 +321,7 @@ def test_golden_is_accepted_compared_and_shown_as_a_diff(tmp_path: Path, monkeyp
     golden = tmp_path / "aot" / "bump.txt"
     graphs = capture(bump, ints(40), target=GPU)
     monkeypatch.delenv("EXPECTTEST_ACCEPT", raising=False)
-    with pytest.raises(AssertionError, match="does not exist yet"):
+    with pytest.raises(AssertionError, match="does not exist yet\n---"):
         assert_graph(graphs, golden)
     monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
     assert_graph({"static": graphs}, golden)

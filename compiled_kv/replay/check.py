@@ -226,7 +226,8 @@ class Player:
                 try:
                     torch.testing.assert_close(found, value, equal_nan=True)
                 except AssertionError as error:
-                    where = f"output{pytree.keystr(path)} differs from an eager run: {str(error).splitlines()[0]}"
+                    said = "; ".join(line.rstrip("!") for line in str(error).splitlines() if line)
+                    where = f"output{pytree.keystr(path)} differs from an eager run: {said}"
                     raise Different(Difference("wrong output", where)) from None
 
 
