@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_page_is_self_contained_and_shows_the_line(tmp_path: Path) -> None:
     [
         (["tests.audit_entry"], "the step must be given as MODULE:FUNCTION, got 'tests.audit_entry'"),
         (["tests.absent:step"], "cannot import tests.absent: ModuleNotFoundError"),
+        (["tests/absent.py:step"], "cannot import tests/absent.py: there is no such file"),
         (["tests.audit_entry:absent"], "tests.audit_entry has no function absent"),
         (["tests.audit_entry:no_pair"], "the function must return (step, arguments)"),
         (["tests.audit_entry:no_callable"], "got (int, tuple)"),
@@ -93,6 +95,15 @@ def test_bad_input_is_one_message_and_exits_2(arguments: list[str], message: str
     assert status == 2
     assert message in text and "Traceback" not in text
     assert spilt == []
+
+
+def test_a_file_with_the_name_of_another_module_is_not_mistaken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "json.py").write_text("def loads(): ...\n")
+    status, text = run(f"{tmp_path}/json.py:loads")
+    assert status == 2 and f"cannot import {tmp_path}/json.py: json is another module's name, of " in text
 
 
 @contextmanager

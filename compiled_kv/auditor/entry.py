@@ -33,6 +33,8 @@ def load(name: str) -> Callable[..., Any]:
         raise EntryError(f"the step must be given as MODULE:FUNCTION, got {name!r}")
     path = Path(module_name)
     if path.suffix == ".py":
+        if not path.is_file():
+            raise EntryError(f"cannot import {module_name}: there is no such file")
         sys.path.insert(0, str(path.parent.resolve()))
         module_name = path.stem
     else:
@@ -41,6 +43,9 @@ def load(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise EntryError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
+    found = getattr(module, "__file__", None) or module_name
+    if path.suffix == ".py" and Path(found).resolve() != path.resolve():
+        raise EntryError(f"cannot import {path}: {module_name} is another module's name, of {found}")
     function = getattr(module, function_name, None)
     if not callable(function):
         raise EntryError(f"{module_name} has no function {function_name}")
