@@ -242,8 +242,7 @@ class DecodeBuffers(nn.Module):
         ring = self._ring
         if ring is None or ring.target() is not self._buffers["inputs"]:
             ring = self._bind()
-        if self._stream is not None and torch._C._cuda_getCurrentRawStream(self._device_index) != self._stream:
-            self._refuse_stream()
+        self.check_stream()
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
         if isinstance(rows, Tensor):
             ring.deliver()

@@ -83,7 +83,7 @@ def _cpu_body(given: Given, tokens: int, cp_size: int, cp_rank: int, cp_interlea
     block_tables, block_sizes, indices, cu_seqlens_q, positions, sharded = given
     groups, pool_rows, width = block_tables.shape
     token = cpu.iota(tokens, indices)
-    row = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
+    row = cpu.row_of_token(cu_seqlens_q, token)
     pool_row = cpu.gather(indices, row, row < indices.shape[0])
     position = cpu.gather(positions, token, pool_row >= 0)
     sizes = block_sizes.long().clamp(max=cpu.INT32_MAX)[:, None]

@@ -16,6 +16,11 @@ def iota(n: int, like: Tensor) -> Tensor:
     return torch.arange(n, device=like.device)
 
 
+def row_of_token(cu_seqlens_q: Tensor, token: Tensor) -> Tensor:
+    """Row whose interval of prefix sums [B + 1] holds each token, B for one behind the last of them; int64."""
+    return torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
+
+
 def active_rows(num_reqs: Tensor | None, batch_size: int) -> Tensor | int:
     return batch_size if num_reqs is None else num_reqs.reshape(()).long().clamp(0, batch_size)
 

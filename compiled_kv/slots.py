@@ -76,7 +76,7 @@ def _cpu_body(
     batch_size, tokens = req_pool_indices.shape[0], cpu.iota(positions.shape[0], positions)
     rows = tokens
     if cu_seqlens_q is not None:
-        rows = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), tokens, right=True)
+        rows = cpu.row_of_token(cu_seqlens_q, tokens)
     owned = (rows < batch_size) & (rows < cpu.active_rows(num_reqs, batch_size))
     positions = positions.long()
     pool_rows = cpu.gather(req_pool_indices, rows, owned)

@@ -93,7 +93,7 @@ def _place_tokens_in_place(
         )  # fmt: skip
         return
     token = cpu.iota(tokens, positions)
-    row = torch.searchsorted(cu_seqlens_q[1:].long().contiguous(), token, right=True)
+    row = cpu.row_of_token(cu_seqlens_q, token)
     owned = row < batch_size
     length, live = _held_of(held, req_pool_indices, row, owned)
     position = length + token - cpu.gather(cu_seqlens_q, row + 1 if counted else row, live)

@@ -8,7 +8,7 @@ call that the two describe and compares it with the oracle byte for byte, memory
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,13 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 def around(view: Tensor) -> Tensor:
     """The whole buffer that an output lies in, on the CPU."""
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage()).cpu()
+
+
+def assert_untouched(given: Iterable[Any]) -> None:
+    """Each output among the arguments, which lies inside a larger buffer, holds its poison, and so does the buffer."""
+    for tensor in given:
+        if isinstance(tensor, Tensor) and around(tensor).numel() > tensor.numel():
+            assert {*around(tensor).tolist()} == {POISON[tensor.dtype]}
 
 
 def is_clean_around(out: Tensor) -> bool:

@@ -88,13 +88,13 @@ class DecodeGraphs:
         Raises:
             ValueError, TypeError: the batch or an argument is not what the graph was captured for; the text names it.
         """
-        if not hasattr(batch, "rows"):
-            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
-        if len(batch.rows) >= len(self._bucket):
+        try:
+            rows = batch.rows
+        except AttributeError:
+            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}") from None
+        if len(rows) >= len(self._bucket):
             largest = self.batch_sizes[-1]
-            raise ValueError(
-                f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(batch.rows)}"
-            )
+            raise ValueError(f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(rows)}")
         self._check(args, kwargs)
         return self._run(self.buffers.load(batch) if self._mailbox is None else self._send(batch, self._mailbox))
 

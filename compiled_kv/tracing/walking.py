@@ -10,27 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-_OPAQUE = {
-    "torch",
-    "triton",
-    "logging",
-    "threading",
-    "_thread",
-    "weakref",
-}  # operators, streams, locks: copied by reference
+# Operators, streams, locks: copied by reference.
+_OPAQUE = {"torch", "triton", "logging", "threading", "_thread", "weakref"}
 LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    torch.dtype,
+    str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType, torch.dtype,
     torch.device,
-)
+)  # fmt: skip
 
 
 def is_opaque(value: Any) -> bool:
