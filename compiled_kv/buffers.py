@@ -121,7 +121,7 @@ class DecodeBuffers(nn.Module):
     def new_ring(self, kind: type[RingKind]) -> RingKind:
         """Lines of the host's for these inputs, of the kind that is asked for."""
         sizes = [end - begin for name, (begin, end) in self._places.items() if name != "num_reqs"]
-        return kind(self.inputs, sizes, unsigned=2)
+        return kind(self.inputs, sizes, unsigned=2, most=self._longest)
 
     def _bind(self) -> Ring:
         """Make the host's side, for the device that the buffers are on and the stream that is current."""
@@ -244,42 +244,57 @@ class DecodeBuffers(nn.Module):
             ring = self._bind()
         self.check_stream()
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
-        if isinstance(rows, Tensor):
+        # Rows and generations of most steps are those of the step before, which were looked at.
+        if (
+            token_ids is q_lens is slots is None
+            and type(rows) is type(seq_lens) is type(generations) in REMEMBERED
+            and ring.kept == (rows, generations)
+            and len(seq_lens) == len(rows)
+        ):
+            try:
+                ring.fill_second(seq_lens)
+            except (struct.error, TypeError):
+                self._refuse(batch)
+                raise
+        elif isinstance(rows, Tensor):
             ring.deliver()
             return self._load_tensors(batch)
-        size, kind = len(rows), type(rows)
-        # Rows and generations of most steps are those of the step before.
-        is_kept = token_ids is None and type(generations) is kind in REMEMBERED
-        is_steady = is_kept and ring.kept == (rows, generations)
+        else:
+            self._fill(ring, batch)
+        ring.send(self._heads[token_ids is not None])
+        return len(rows)
+
+    def _fill(self, ring: Ring, batch: DecodeBatch) -> None:
+        """Fill the ring's next line with a batch of ints."""
+        rows, seq_lens, generations, q_lens, slots, token_ids = batch
+        kind = type(rows)
         try:
-            # A glance at a plain batch, and no call but what packs it: this is most of what a step costs the host.
-            # Negative rows and lengths are left to the packing, which refuses them.
+            # A glance at a plain batch. Negative rows and lengths are left to the packing, which refuses them.
             if (
                 self._plain
                 and q_lens is slots is None
                 and type(seq_lens) is type(generations) is kind
-                and len(seq_lens) == len(generations) == size <= self.max_batch_size
-                and (token_ids is None or (type(token_ids) is kind and len(token_ids) <= size * self.q_len))
-                and (size == 0 or ((is_steady or max(rows) < self._pool_rows) and max(seq_lens) <= self._longest))
+                and len(seq_lens) == len(generations) == len(rows) <= self.max_batch_size
+                and (token_ids is None or (type(token_ids) is kind and len(token_ids) <= len(rows) * self.q_len))
+                and (len(rows) == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
             ):
-                if is_steady:
-                    ring.fill_second(seq_lens)
-                else:
-                    fields = (rows, seq_lens, generations)
-                    ring.fill(size, fields if token_ids is None else (*fields, token_ids))
-                    if is_kept:
-                        ring.keep(rows, generations)
+                fields = (rows, seq_lens, generations)
+                ring.fill(len(rows), fields if token_ids is None else (*fields, token_ids))
+                if token_ids is None and kind in REMEMBERED:
+                    ring.keep(rows, generations)
             else:
                 check_batch(self, batch)
                 if slots is not None:  # a query without a slot has none: slot 0 is one
-                    batch = batch._replace(slots=[*slots, *[-1] * (size * self.q_len - len(slots))])
-                ring.fill(size, [values for values in batch if values is not None])
+                    batch = batch._replace(slots=[*slots, *[-1] * (len(rows) * self.q_len - len(slots))])
+                ring.fill(len(rows), [values for values in batch if values is not None])
         except (struct.error, TypeError):
-            check_batch(self, batch)
-            check_ints(batch)
+            self._refuse(batch)
             raise
-        ring.send(self._heads[token_ids is not None])
-        return size
+
+    def _refuse(self, batch: DecodeBatch) -> None:
+        """Say what is wrong in a batch that could not be packed."""
+        check_batch(self, batch)
+        check_ints(batch)
 
     def _load_tensors(self, batch: DecodeBatch) -> int:
         given = {name: values for name, values in batch._asdict().items() if values is not None}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -24,6 +25,10 @@ from torch import Tensor
 HALF = 8
 # Formats remembered: ragged batches bring ever new ones.
 PACKERS = 1024
+WORD, ORDER = 2**32, sys.byteorder
+# A number below WORD in the 64 bits of an int64: packing refuses any other.
+SHORT = "I4x" if ORDER == "little" else "4xI"
+as_int = int.from_bytes
 
 
 class Ring:
@@ -36,23 +41,28 @@ class Ring:
         sizes: the most numbers of each field; the count and they fill a line.
         unsigned: how many of the first fields take no negative number.
         header: numbers in front of each line, which filling leaves alone.
+        most: what no number of the second field may exceed, where that field is filled alone; below 2**32.
     """
 
-    def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0, header: int = 0) -> None:
+    def __init__(
+        self, target: Tensor, sizes: Sequence[int], unsigned: int = 0, header: int = 0, most: int = WORD - 1
+    ) -> None:
         # Weak: whoever looks into a module for its tensors is to find this one where it is registered.
         self.target, self.device, self.on_cuda = weakref.ref(target), target.device, target.device.type == "cuda"
         self.turn = self.filling = -1
+        self.is_sent = False
         self.sizes, self._kinds = sizes, "Q" * unsigned + "q" * (len(sizes) - unsigned)
         count = 2 * HALF if self.on_cuda else 1
         self.block = torch.zeros(count, header + len(target), dtype=torch.int64, device="cpu", pin_memory=self.on_cuda)
         self.lines = list(self.block)
         length = 8 * len(target)
-        self.memory = [(ctypes.c_char * length).from_address(line[header:].data_ptr()) for line in self.lines]
+        starts = [line[header:].data_ptr() for line in self.lines]
+        self.memory = [memoryview((ctypes.c_char * length).from_address(start)).cast("B") for start in starts]
         self.packers: dict[tuple[int, ...], struct.Struct] = {}
         self.kept: tuple[Any, Any] | None = None
         self.version, self.stamps = 1, [0] * count
-        self.second: dict[int, struct.Struct] = {}
-        self.second_at = 8 * (1 + sizes[0])
+        self.most, self.second_at = most, 8 * (1 + sizes[0])
+        self.seconds: dict[int, tuple[struct.Struct, slice, int, int]] = {}
         self.heads: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.sent = [torch.cuda.Event(), torch.cuda.Event()] if self.on_cuda else []
 
@@ -72,30 +82,45 @@ class Ring:
         tuples."""
         # As ints of our own: what the caller's lists hold may be changed in place too.
         self.kept = (type(first)(map(index, first)), type(third)(map(index, third)))
+        self.second = self.seconds.get(len(first)) or self._second(len(first))
         self.version += 1
         self.stamps[self.filling] = self.version
 
-    def fill_second(self, values: Sequence[int]) -> None:
-        """Fill the next line with what is kept and these: a third of the work where the line holds it already.
+    def fill_second(self, values: Any) -> None:
+        """Fill the next line with what is kept and these, as many: a third of the work where the line holds it already.
 
         Raises:
-            struct.error: as for `fill`.
+            struct.error: a value is no int, negative or above `most`; nothing is written.
         """
-        line, size = self.next(), len(values)
+        packer, place, room, above = self.second
+        packed = packer.pack(*values)
+        # All values at once: what is above `most` reaches the upper half of its 64 bits, and never the next value's.
+        if as_int(packed, ORDER) + room & above:
+            raise struct.error(f"a value is above {self.most}")
+        line = self.next()
         if self.stamps[self.filling] == self.version:
-            packer = self.second.get(size) or self.second.setdefault(size, struct.Struct(f"={size}{self._kinds[1]}"))
-            packer.pack_into(line, self.second_at, *values)
+            line[place] = packed
         else:
             assert self.kept is not None
-            self.fill(size, (self.kept[0], values, self.kept[1]))
+            self.fill(len(values), (self.kept[0], values, self.kept[1]))
             self.stamps[self.filling] = self.version
 
     def next(self) -> Any:
-        """The next line, which no copy reads any more."""
+        """The next line, which no copy reads any more; what was sent in it and not taken is delivered first."""
+        if self.is_sent:
+            self.deliver()
         self.filling = turn = (self.turn + 1) % len(self.lines)
-        if self.on_cuda and turn % HALF == 0:
+        if turn % HALF == 0 and self.on_cuda:
             self.sent[turn // HALF].synchronize()
         return self.memory[turn]
+
+    def _second(self, size: int) -> tuple[struct.Struct, slice, int, int]:
+        """What packs so many numbers of the second field, where, what each may grow by, and the upper halves."""
+        ones = sum(1 << 64 * i for i in range(size))
+        place = slice(self.second_at, self.second_at + 8 * size)
+        packer = struct.Struct("=" + size * SHORT)
+        self.seconds[size] = found = packer, place, ones * (WORD - 1 - self.most), ones * (WORD - 1) * WORD
+        return found
 
     def _packer(self, lengths: tuple[int, ...]) -> struct.Struct:
         if len(self.packers) >= PACKERS:

@@ -292,14 +292,33 @@ def test_ring_fills_the_second_field_alone_where_a_line_holds_the_others() -> No
     assert ring.kept == ([7, 8], [0, 0])
 
 
+@pytest.mark.parametrize("most", [-3, 0, 28, 127, 128, 2**31 - 1, 2**32 - 1])
+def test_no_number_of_a_field_filled_alone_is_above_the_most(most: int) -> None:
+    target, size = torch.zeros(1 + 3 * 66, dtype=torch.int64), 65
+    ring = Ring(target, [66, 66, 66], unsigned=2, most=most)
+    ring.fill(size, ([0] * size, [0] * size, [0] * size))
+    ring.keep([0] * size, [0] * size)
+    values = [0] * size
+    for good in [value for value in (0, most - 1, most) if 0 <= value <= most]:
+        values = [good if i % 2 else 0 for i in range(size)]
+        ring.fill_second(values)
+    for bad in (-1, *(value for value in (most + 1, 2 * most + 2, 2**31, 2**32 - 1, 2**32, 2**64) if value > most)):
+        for others in (0, max(most, 0)):
+            for at in (0, 1, 31, 64):
+                with pytest.raises(struct.error):
+                    ring.fill_second([bad if i == at else others for i in range(size)])
+    ring.send(len(target))
+    assert target.tolist() == [size, *[0] * 66, *values, *[0] * 67], "a refused line was written"
+
+
 def test_a_step_with_rows_as_before_is_checked_and_loaded_like_any_other() -> None:
     buffers = make()
     rows, generations = [3, 1], [0, 2]
-    for lengths in ([7, 4], [8, 5], [9, 6]):
+    for lengths in ([7, 4], [8, 28], [9, 6]):
         buffers.load(DecodeBatch(rows, lengths, generations))
         assert buffers.req_pool_indices.tolist()[:2] == rows and buffers.seq_lens.tolist()[:2] == lengths
         assert buffers.generations.tolist()[:2] == generations
-    for wrong in ([7], [7, -1], [7, 10**6], [7, 1.5], [7, 2**64]):
+    for wrong in ([7], [7, -1], [7, 29], [29, 7], [7, 10**6], [7, 1.5], [7, 2**64]):
         with pytest.raises((TypeError, ValueError), match="seq_lens"):
             buffers.load(DecodeBatch(rows, wrong, generations))
         assert buffers.seq_lens.tolist()[:2] == [9, 6]

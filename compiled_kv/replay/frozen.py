@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from compiled_kv.launch import triton
 
+DATA_PTR = Tensor.data_ptr
 REPLAYED = "a captured graph reads the address that it was captured with"
 
 
@@ -29,14 +30,11 @@ class Places:
         self.buffers = module._buffers
         self.names = [name for name, tensor in self.buffers.items() if tensor is not None]
         self.get = itemgetter(*self.names)
-        self.pointers = self._now()
-
-    def _now(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.get(self.buffers)))
+        self.pointers = [*map(DATA_PTR, self.get(self.buffers))]
 
     def check(self) -> None:
         """Refuse a buffer that is not where it was, by name."""
-        if (now := self._now()) != self.pointers:
+        if (now := [*map(DATA_PTR, self.get(self.buffers))]) != self.pointers:
             name, was, here = next(each for each in zip(self.names, self.pointers, now) if each[1] != each[2])
             raise ValueError(
                 f"buffers.{name} moved from {address(was)} to {address(here)}: {REPLAYED}; write into it instead"

@@ -95,14 +95,18 @@ class DecodeGraphs:
         if len(rows) >= len(self._bucket):
             largest = self.batch_sizes[-1]
             raise ValueError(f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(rows)}")
-        self._check(args, kwargs)
+        self._places.check()
+        if args or kwargs:
+            self._frozen.check(args, kwargs, self._outputs)
         return self._run(self.buffers.load(batch) if self._mailbox is None else self._send(batch, self._mailbox))
 
     def replay(self, size: int, *args: Any, **kwargs: Any) -> Any:
         """The same for `size` requests that are in the buffers already."""
         check_int("size", size, 0, self.batch_sizes[-1])
         self.buffers.check_stream()
-        self._check(args, kwargs)
+        self._places.check()
+        if args or kwargs:
+            self._frozen.check(args, kwargs, self._outputs)
         return self._run(size)
 
     @property
@@ -133,11 +137,6 @@ class DecodeGraphs:
             with torch.no_grad():
                 self._outputs[bucket] = self.step(self.buffers, bucket, *self.args, **self.kwargs)
         return self._outputs[bucket]
-
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._places.check()
-        if args or kwargs:
-            self._frozen.check(args, kwargs, self._outputs)
 
     def _prepare(self) -> None:
         """Warm every bucket up, then capture each, largest first; no row is live, so that nothing real is written."""

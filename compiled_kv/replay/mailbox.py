@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_kv.layout import ceil_div
 from compiled_kv.replay.mailbox_kernel import take_line_kernel
-from compiled_kv.staging import HALF, Ring
+from compiled_kv.staging import HALF, WORD, Ring
 
 BLOCK = 512
 
@@ -30,16 +29,15 @@ class Mailbox(Ring):
     """A Ring whose lines are taken by the device, one a replay.
 
     Args:
-        target, sizes, unsigned: as of a Ring.
+        target, sizes, unsigned, most: as of a Ring.
     """
 
-    def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0) -> None:
-        super().__init__(target, sizes, unsigned, header=1)
+    def __init__(self, target: Tensor, sizes: Sequence[int], unsigned: int = 0, most: int = WORD - 1) -> None:
+        super().__init__(target, sizes, unsigned, header=1, most=most)
         self.size_of = [ctypes.c_int64.from_address(line.data_ptr()) for line in self.lines]
         self.taken = torch.empty(ceil_div(len(target), BLOCK), dtype=torch.int64, device=target.device)
         # Copied from the lines: so their allocator knows of this stream, and gives them to nobody before it is done.
         self.taken.copy_(self.block.view(-1)[: len(self.taken)], non_blocking=True)
-        self.is_sent = False
 
     def take(self) -> None:
         """Launch the kernel that brings the next line to the target."""
@@ -54,12 +52,6 @@ class Mailbox(Ring):
         """Begin with the first line again, after lines were taken that nobody sent."""
         self.taken.zero_()
         self.turn = -1
-
-    def next(self) -> Any:
-        """The next line, which the device reads no more; what was sent in it is delivered first."""
-        if self.is_sent:
-            self.deliver()
-        return Ring.next(self)
 
     def deliver(self) -> None:
         """Copy what was sent and not taken: something else is about to be loaded on top."""
