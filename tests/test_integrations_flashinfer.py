@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,28 +251,3 @@ def test_decode_arguments_of_flashmla() -> None:
         flash_mla.decode_arguments(made, *schedule, page_size=32)
     with pytest.raises(ValueError, match="num_splits goes with a tensor schedule"):
         flash_mla.decode_arguments(made, held, schedule[1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.gpu
-def test_the_installed_flashinfer_takes_what_is_built() -> None:
-    """Skipped where FlashInfer is not installed: its decode kernel over our CSR form matches dense attention."""
-    package = pytest.importorskip("flashinfer")
-    heads, dim, page_size = 4, 64, 16
-    layout = ckv.KVLayout(page_size, 128)
-    pool, _ = pool_of_pages(5, layout.max_num_pages, page_size)
-    rows, lens = torch.tensor(ROWS, device="cuda"), torch.tensor([5, 17, 120], device="cuda")
-    pages = int(pool.max()) // page_size + 1
-    cache = torch.randn(pages, 2, page_size, heads, dim, dtype=torch.bfloat16, device="cuda")
-    query = torch.randn(3, heads, dim, dtype=torch.bfloat16, device="cuda")
-    wrapper = package.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device="cuda"), "NHD")
-    given = flashinfer.plan_arguments(pool.cuda(), rows, lens, layout=layout)
-    assert {*given} <= {*inspect.signature(wrapper.plan).parameters}
-    wrapper.plan(num_qo_heads=heads, num_kv_heads=heads, head_dim=dim, q_data_type=torch.bfloat16, **given)
-    found = wrapper.run(query, cache)
-    flat = cache.transpose(0, 1).reshape(2, -1, heads, dim)
-    for i, (row, length) in enumerate(zip(ROWS, lens.tolist(), strict=True)):
-        keys, values = flat[:, pool[row, :length].cuda()].float()
-        scores = torch.einsum("hd,khd->hk", query[i].float(), keys) / dim**0.5
-        wanted = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-        torch.testing.assert_close(found[i].float(), wanted, atol=2e-2, rtol=2e-2)
