@@ -8,17 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
 import compiled_kv as ckv
 from compiled_kv import reference
 from compiled_kv.bench.cells import AXES, Cell, default_cells, full_cells
+from compiled_kv.bench.claims import bound_ratios, claims, geometric_mean, misses
 from compiled_kv.bench.contenders import contenders
 from compiled_kv.bench.expected import check, expected
 from compiled_kv.bench.inputs import make_inputs
-from compiled_kv.bench.report import geometric_mean
+from compiled_kv.bench.results import opened
 from compiled_kv.bench.timing import interval_rank, paired_ratio
+from compiled_kv.bench.warm import kinds
 from tests.conftest import INTERPRETED
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +91,7 @@ ATTENTION = """
 import torch
 import torch.nn.functional as F
 from compiled_kv import DecodeMetadata
-from compiled_kv.bench.llama import attention
+from compiled_kv.bench.llama_kernels import attention
 
 for queries, heads, kv_heads, lens in ((1, 4, 2, [5, 1100]), (3, 4, 2, [130, 3])):
     lengths, dim = torch.tensor(lens, dtype=torch.int32), 32
@@ -106,13 +109,57 @@ for queries, heads, kv_heads, lens in ((1, 4, 2, [5, 1100]), (3, 4, 2, [130, 3])
         assert (found[row] - wanted).abs().max() < 1e-4, (queries, row)
 """
 
+FORWARD = """
+import torch
+import torch.nn.functional as F
+from compiled_kv import DecodeMetadata
+from compiled_kv.bench.llama import CONFIGS, Llama, Weights
+
+weights = Weights(CONFIGS["tiny"], torch.device("cpu"), torch.float32)
+config, table = weights.config, torch.tensor([[2, 4], [3, 1]], dtype=torch.int32)
+model = Llama(weights, slots=5 * 16, page_size=16)
+tokens = torch.randint(0, config.vocab, (2, 20))
+slots = (table[:, :, None] * 16 + torch.arange(16)).flatten(1)
+
+
+def rotated(x, position):
+    half = config.head_dim // 2
+    angle = position[:, None, None] * 500000.0 ** -(torch.arange(half) / half)
+    one, other = x[..., :half], x[..., half:]
+    return torch.cat((one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()), -1)
+
+
+def dense(sequence):
+    hidden, position = weights.embedding[sequence], torch.arange(len(sequence))
+    unit = lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    heads = (config.heads, config.kv_heads, config.kv_heads)
+    for qkv, out, gate_up, down in weights.layers:
+        q, k, v = (unit(hidden) @ qkv.T).view(len(sequence), -1, config.head_dim).split(heads, dim=1)
+        q, k, v = (x.transpose(0, 1) for x in (rotated(q, position), rotated(k, position), v))
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        hidden = hidden + attended.transpose(0, 1).flatten(1) @ out.T
+        gate, up = (unit(hidden) @ gate_up.T).chunk(2, -1)
+        hidden = hidden + (F.silu(gate) * up) @ down.T
+    return (unit(hidden) @ weights.head.T).argmax(-1)
+
+
+done = 0
+for queries in (3, 1, 1, 4):
+    done += queries
+    lengths = torch.full((2,), done, dtype=torch.int32)
+    placed = slots[:, done - queries : done].flatten().contiguous()
+    found = model.step(tokens[:, done - queries : done], DecodeMetadata(lengths, lengths, lengths, table, None, placed))
+    wanted = torch.stack([dense(row[:done])[-queries:] for row in tokens])
+    assert torch.equal(found, wanted), (done, found, wanted)
+"""
+
 LOOP = """
 import torch
-from compiled_kv.bench import step
+from compiled_kv.bench import step, step_loop
 for speculative in (True, False):
     loop = step.Loop("tiny", 1, 63, 2, speculative, torch.device("cpu"))
     step.run(loop, 1)
-loop.layout = step.ckv.KVLayout(64, 8)  # shorter than the requests: lengths are clamped
+loop.layout = step_loop.ckv.KVLayout(64, 8)  # shorter than the requests: lengths are clamped
 try:
     step.run(loop, 1)
 except AssertionError as error:
@@ -123,7 +170,11 @@ else:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
-@pytest.mark.parametrize("script", [ATTENTION, LOOP], ids=["attention-is-that-of-torch", "ways-give-the-same-tokens"])
+@pytest.mark.parametrize(
+    "script",
+    [ATTENTION, FORWARD, LOOP],
+    ids=["attention", "forward-pass-is-that-of-a-dense-one", "ways-give-the-same-tokens"],
+)
 def test_decode_step_interpreted(script: str) -> None:
     pytest.importorskip("triton")
     ran = subprocess.run(
@@ -179,3 +230,59 @@ def test_interval_of_a_median(n: int, rank: int) -> None:
 def test_ratios_are_paired() -> None:
     assert paired_ratio([1, 2, 30], [2, 4, 60]) == {"median": 0.5, "low": 0.5, "high": 0.5}
     assert geometric_mean([0.5, 2, 4, 0.25]) == pytest.approx(1)
+
+
+def made_up(name: str, ours: float, context: int = 8192) -> dict[str, object]:
+    """A cell in which the best published design takes 2 us."""
+    ratio = {"median": ours / 2, "low": ours / 2, "high": ours / 2}
+    samples = [ours] * 25
+    sizes = {"batch": 1, "length": 128, "context": context, "page_size": 64, "swa": "off", "lengths": "uniform"}
+    times = {n: {"median": ours, "samples": samples} for n in ("ours", "incremental")}
+    return {"name": name, **sizes, "times": times, "best": "grid", "ratios": {"rebuild": ratio, "incremental": ratio}}
+
+
+def test_claims_are_judged() -> None:
+    cells = [made_up("level", 2.0), made_up("wide", 2.2, 1 << 20)]
+    found = {each.what: each for each in claims({"cells": cells})}
+    worst = found["full rebuild over the best published design, worst cell"]
+    assert (worst.measured, worst.where, worst.is_met) == ("1.100 [1.100, 1.100]", "wide, grid", False)
+    assert [cell["name"] for cell in misses(cells)] == ["wide"]
+    assert found["the same, cells above 1.03"].measured == "1 of 2"
+    assert found["context bound 1 M over 8 K, kept tails, worst of 1"].is_met
+    ((name, ratio),) = bound_ratios(cells, "ours")
+    assert name == "wide" and ratio["median"] == pytest.approx(1.1)
+
+
+def test_results_of_other_code_are_not_added_to(tmp_path: Path) -> None:
+    now = {"device": "one", "torch": "2", "triton": "3", "code": "abc"}
+    (tmp_path / "results.json").write_text(json.dumps({"machine": now, "cells": [1], "failed": {"cell": "text"}}))
+    assert opened(tmp_path, now) == {"machine": now, "cells": [1]}
+    with pytest.raises(click.UsageError, match=r"this is .*'code': 'def'"):
+        opened(tmp_path, {**now, "code": "def"})
+    assert opened(tmp_path, {**now, "code": "def"}, anew=True) == {"machine": {**now, "code": "def"}}
+
+
+def test_every_batch_of_a_cell_is_aligned() -> None:
+    given = make_inputs(Cell(1, 1024, 8192, 16), CPU, 5)
+    for index in range(5):
+        assert given.rows[index].data_ptr() % 16 == given.seq_lens[index].data_ptr() % 16 == 0
+        assert given.rows[index].shape == (1,) and 896 <= int(given.seq_lens[index]) <= 1024
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the same in either process")
+@pytest.mark.parametrize(
+    ("spans", "share"),
+    [([], None), ([(0, 4), (1, 2), (8, 10)], 0.4), ([(3, 5), (0, 3)], 0.0)],
+    ids=["none", "gap", "full"],
+)
+def test_idle_share_of_a_timeline(spans: list[tuple[float, float]], share: float | None) -> None:
+    pytest.importorskip("triton")
+    from compiled_kv.bench.step import idle_share
+
+    assert idle_share(spans) == share
+
+
+def test_warming_compiles_what_every_cell_needs() -> None:
+    wanted = {(cell.page_size, cell.swa) for cell in default_cells()}
+    assert wanted <= set(kinds(default_cells()))
+    assert kinds([Cell(8, 1024, 8192, 16, "row")]) == [(64, "row"), (16, "row")]

@@ -91,8 +91,12 @@ def full_cells() -> list[Cell]:
 
 
 def corners() -> Iterator[Cell]:
-    """First and last value of every axis, in all combinations; the longest length that the bounds allow."""
-    for values in itertools.product(*((axis[0], axis[-1]) for axis in AXES.values())):
+    """First and last value of every axis, in all combinations; the longest length that the bounds allow.
+
+    Batch and length alternate fastest, so that the first of them already differ most.
+    """
+    for backwards in itertools.product(*((axis[0], axis[-1]) for axis in reversed(AXES.values()))):
+        values = backwards[::-1]
         cell = Cell(*values)
         lengths = [n for n in AXES["length"] if n <= cell.length]
         fitting = (Cell(cell.batch, n, *values[2:]) for n in reversed(lengths))

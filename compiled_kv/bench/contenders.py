@@ -16,7 +16,7 @@ from torch import Tensor
 import compiled_kv as ckv
 from compiled_kv import updates
 from compiled_kv.bench import baselines_torch
-from compiled_kv.bench.inputs import Inputs
+from compiled_kv.bench.inputs import Inputs, aligned
 from compiled_kv.launch import INTERPRETED, triton
 
 Step = Callable[[int], Any]
@@ -84,7 +84,7 @@ def incremental(given: Inputs) -> Contender:
     held = updates.new_held(given.layout, given.cell.batch, rows.device)
     room = max(given.layout.max_seqlen_k - GROW, 1)
     first = given.seq_lens[0].clamp(max=room)
-    seq_lens = first + torch.arange(given.sets, device=rows.device, dtype=torch.int32)[:, None]
+    seq_lens = aligned(first + torch.arange(given.sets, device=rows.device, dtype=torch.int32)[:, None])
     generations = torch.zeros_like(rows)
 
     def step(index: int) -> None:
@@ -125,21 +125,27 @@ def floors(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
     from compiled_kv.bench import floors as kernels
 
     tables = 1 if given.full_to_swa is None else 2
-    entries = torch.zeros(2, max(given.live_pages * tables, 1), dtype=torch.int32, device=given.rows.device)
+    count = max(given.live_pages * tables, 1)
+    source, target = aligned(torch.zeros(2, count, dtype=torch.int32, device=given.rows.device))
     slots = torch.zeros(given.cell.batch, dtype=torch.int32, device=given.rows.device)
     filled = [torch.empty_like(out.page_table) for _ in range(tables)]
 
     def copy(index: int) -> None:
-        kernels.copy(entries[0], entries[1], entries.shape[1])
+        kernels.copy(source, target, count)
 
     def clear(index: int) -> None:
         for table in filled:
             kernels.fill(table)
 
+    def copy_tables(index: int) -> None:
+        for table in filled:
+            kernels.copy(out.page_table, table, table.numel())
+
     return {
         "copy": Contender("copy of the same bytes", copy),
         "loads": Contender("dependent loads only", partial(kernels.dependent_loads, given, slots)),
-        "fill": Contender("the bytes a cleared table must write", clear),
+        "copy-tables": Contender("copy of as many bytes as a cleared table must write", copy_tables),
+        "fill": Contender("a plain fill of these bytes", clear),
     }
 
 

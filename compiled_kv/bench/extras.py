@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ CALLS = 50
 HOST_CELL = Cell(64, 8 * K, 128 * K, 64)
 CPU_CELLS = [Cell(8, K, 8 * K, 16), Cell(64, 8 * K, 128 * K, 64), Cell(64, 8 * K, 8 * K, 1)]
 PARTS = 132
+LONGEST = (0, 64, 1000, 30_000, 1 << 20)
 SCHEDULES = [(batch, length) for batch in (1, 64, 512) for length in (128, 8 * K, 128 * K)]
 
 
@@ -58,6 +60,18 @@ def schedule(device: torch.device, rounds: int) -> list[dict[str, Any]]:
         times = {name: summary(each.samples) for name, each in timed.items()}
         results.append({"batch": batch, "length": length, "parts": PARTS, "times": times})
     return results
+
+
+def agreement(device: torch.device, batches: int = 10_000) -> dict[str, int]:
+    """How many random batches get another schedule than the oracle's, of all sizes and lengths."""
+    pick, different = random.Random(0), 0
+    for _ in range(batches):
+        batch, parts, most = pick.choice((1, 2, 31, 64, 200, 512)), pick.choice((1, 78, 132, 264)), pick.choice(LONGEST)
+        lengths = torch.tensor([pick.randrange(most + 1) for _ in range(batch)], dtype=torch.int32)
+        found = ckv.flashmla_schedule(lengths.to(device), num_sm_parts=parts)
+        wanted = reference.flashmla_schedule(lengths, num_sm_parts=parts)
+        different += not all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted))
+    return {"batches": batches, "different": different}
 
 
 def _with_warps(lengths: Tensor, out: tuple[Tensor, Tensor], warps: int, index: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import compiled_kv as ckv
 from compiled_kv.bench.cells import SHORT, WINDOW, Cell
+from compiled_kv.layout import ceil_div
 
 POOL_ENTRIES = 1 << 29  # of a pool with more rows than a batch
 AT_ONCE = 1 << 26  # entries made at a time
@@ -65,11 +66,17 @@ def make_inputs(cell: Cell, device: torch.device, sets: int, trace: Path | None 
     if cell.swa != "off":
         swa_pages = torch.cat((block_table.new_zeros(1), scattered(rows * pages, device, 3))).long()
         full_to_swa = (swa_pages[:, None] * cell.page_size + offset).flatten()
-    return Inputs(
-        cell, layout, req_to_token, block_table,
-        torch.tensor([pick.sample(range(rows), cell.batch) for _ in range(sets)], device=device),
-        torch.tensor(lengths, dtype=torch.int32, device=device), full_to_swa,
-    )  # fmt: skip
+    picked = torch.tensor([pick.sample(range(rows), cell.batch) for _ in range(sets)], device=device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Inputs(cell, layout, req_to_token, block_table, aligned(picked), aligned(seq_lens), full_to_swa)
+
+
+def aligned(batches: Tensor) -> Tensor:
+    """The same [sets, B], each batch at 16 bytes, as an engine's own buffers are: Triton and Inductor compile anew for
+    others."""
+    padded = batches.new_zeros(len(batches), ceil_div(batches.shape[1], 4) * 4)
+    padded[:, : batches.shape[1]] = batches
+    return padded[:, : batches.shape[1]]
 
 
 def scattered(count: int, device: torch.device, turn: int = 0) -> Tensor:

@@ -1,23 +1,24 @@
-"""Figures for docs/benchmarks.md, one idea each, from a results.json."""
+"""Figures for docs/benchmarks.md from a results.json: one idea each, said in the title, 800 pixels wide."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_kv.bench.report import number
+from compiled_kv.bench.claims import number
 
-OURS, INCREMENTAL, OTHERS = "#0b6e4f", "#37a3a5", "#9aa0a6"
+OURS, INCREMENTAL, OTHERS, HOST = "#0b6e4f", "#2a8fbd", "#8a9097", "#c44e52"
 LINES = {
-    "ours": ("ours, full rebuild", OURS, "-", 2.5),
-    "incremental": ("ours, only what changed", INCREMENTAL, "-", 2.5),
-    "serial": ("one program a request, 4,096 tokens a step", "#c44e52", "--", 1.4),
-    "grid": ("static grid, 4,096 tokens a program", "#dd8452", "--", 1.4),
-    "fused": ("fused, 128 columns a program", "#8172b3", "--", 1.4),
-    "looped": ("one program a row, looping", "#937860", "--", 1.4),
-    "gather-compiled": ("torch.compile of a gather", "#4c72b0", ":", 1.4),
-    "loads": ("floor: dependent loads", "#555555", ":", 1.2),
+    "ours": ("ours, full rebuild", OURS),
+    "incremental": ("ours, only what changed", INCREMENTAL),
+    "serial": ("one program a request", "#c44e52"),
+    "grid": ("static grid, 4,096 tokens a program", "#dd8452"),
+    "fused": ("static grid, 128 columns a program", "#8172b3"),
+    "looped": ("one program a row, looping", "#937860"),
+    "gather-compiled": ("gather under torch.compile", "#4c72b0"),
 }
+FLOOR = {"loads": ("floor: dependent loads", "#555555")}
 
 
 def plots(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -26,31 +27,57 @@ def plots(results: dict[str, Any], folder: Path) -> list[Path]:
 
     matplotlib.use("svg")
     # Fixed ids and no date: the same results give the same files.
-    matplotlib.rcParams.update({"svg.hashsalt": "compiled_kv", "font.size": 10, "axes.spines.top": False,
-                                "axes.spines.right": False})  # fmt: skip
+    matplotlib.rcParams.update({
+        "svg.hashsalt": "compiled_kv", "font.size": 11, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.titlesize": 12, "figure.constrained_layout.use": True,
+    })  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for draw in (_ratios, _bounds, _schedule, _host, _steps):
+    for draw in (_ratios, _designs, _bounds, _schedule, _host, _steps):
         figure = draw(results)
         if figure is not None:
             path = folder / f"{draw.__name__.strip('_')}.svg"
-            figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+            figure.savefig(path, metadata={"Date": None})
             drawn.append(path)
     return drawn
 
 
-def _axes(title: str, width: float = 8, height: float = 4.5) -> tuple[Any, Any]:
+def _axes(title: str, height: float = 4.5) -> tuple[Any, Any]:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(width, height))
-    axes.set_title(title, loc="left", fontweight="bold")
+    figure, axes = pyplot.subplots(figsize=(8, height))
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
     return figure, axes
 
 
-def _log_scale(axes: Any) -> None:
-    axes.set_yscale("log")
-    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which(lambda value, _: f"{value:g}")
+def _log(axis: Any, ticks: Sequence[float]) -> None:
+    """A logarithmic axis with these numbers on it."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = axis.get_view_interval()
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low * 0.7 <= tick <= high * 1.4]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+TICKS = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
+
+
+def _beside(axes: Any, at: float, labels: list[tuple[float, str, str]], gap: float) -> None:
+    """Text at the right of a logarithmic plot, kept `gap` times apart."""
+    import math
+
+    reached = -math.inf
+    for y, text, color in sorted(labels):
+        reached = max(math.log(y), reached + math.log(gap))
+        axes.annotate(text, (at, math.exp(reached)), (6, 0), textcoords="offset points", color=color, va="center",
+                      fontsize=10, annotation_clip=False)  # fmt: skip
+
+
+def tokens(count: int) -> str:
+    """A context bound as it is spoken of."""
+    return f"{count >> 20} M" if count % (1 << 20) == 0 else f"{count >> 10} K"
 
 
 def _ratios(results: dict[str, Any]) -> Any:
@@ -58,18 +85,56 @@ def _ratios(results: dict[str, Any]) -> Any:
     cells = sorted(results.get("cells", []), key=lambda cell: cell["ratios"]["rebuild"]["median"])
     if not cells:
         return None
-    figure, axes = _axes(f"Time of ours over that of the best published design, {len(cells)} cells")
-    for name, label, color in (("rebuild", "full rebuild", OURS), ("incremental", "only what changed", INCREMENTAL)):
+    medians = [cell["ratios"]["rebuild"]["median"] for cell in cells]
+    level = sum(median <= 1 for median in medians)
+    figure, axes = _axes(
+        f"The rebuild is at least as fast as the best published design in {level} of {len(cells)} cells;\n"
+        f"the worst takes {medians[-1]:.2f} times as long"
+    )
+    labels = []
+    for name, label, color in (("rebuild", "full rebuild", OURS), ("incremental", "only what\nchanged", INCREMENTAL)):
         ratios = [cell["ratios"][name] for cell in cells]
         at = [ratio["median"] for ratio in ratios]
         # A median cannot lie outside its interval, but rounding may put it there.
         errors = [[max(r["median"] - r["low"], 0) for r in ratios], [max(r["high"] - r["median"], 0) for r in ratios]]
-        axes.errorbar(range(len(cells)), at, yerr=errors, fmt="o", ms=3, lw=0.8, color=color, label=label)
-    axes.axhline(1, color="black", lw=1, label="the best of the others in that cell")
-    _log_scale(axes)
-    axes.set_ylabel("ratio, 95 % interval (below 1: ours is faster)")
-    axes.set_xlabel("cells, sorted by the full rebuild")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.errorbar(range(len(cells)), at, yerr=errors, fmt="o", ms=3, lw=0.8, color=color)
+        labels.append((at[-1], label, color))
+    axes.axhline(1, color="black", lw=1)
+    labels.append((1.0, "best published\ndesign = 1", "black"))
+    _log(axes.yaxis, TICKS)
+    _beside(axes, len(cells), labels, 1.9)
+    axes.set_ylabel("time over that of the best published\ndesign (95 % interval; lower is better)")
+    axes.set_xlabel("cells of the benchmark, sorted by the full rebuild")
+    return figure
+
+
+def _designs(results: dict[str, Any]) -> Any:
+    """Each design's time over that of the fastest in the cell: how much it can lose, and how often."""
+    names = [name for name in LINES if name != "incremental"]
+    cells = [cell for cell in results.get("cells", []) if {"serial", "grid", "fused", "looped"} <= cell["times"].keys()]
+    if not cells:
+        return None
+    lost: dict[str, list[float]] = {}
+    for name in names:
+        here = [{n: cell["times"][n]["median"] for n in names if n in cell["times"]} for cell in cells]
+        lost[name] = sorted(times[name] / min(times.values()) for times in here if name in times)
+    least = min(found[-1] for name, found in lost.items() if name != "ours" and found)
+    figure, axes = _axes(
+        f"Every other design is {number(least)} times slower than the fastest, or more, in some cell;\n"
+        f"ours is {lost['ours'][-1]:.2f} times slower at most"
+    )
+    for row, name in enumerate(names):
+        if found := lost[name]:
+            color = LINES[name][1]
+            axes.plot(found, [row] * len(found), "|", ms=16, color=color, alpha=0.6)
+            axes.plot(found[-1], row, "o", ms=6, color=color)
+            axes.annotate(f"worst {number(found[-1])}", (found[-1], row), (8, 0), textcoords="offset points",
+                          va="center", fontsize=10, color=color, annotation_clip=False)  # fmt: skip
+    axes.set_yticks(range(len(names)), [LINES[name][0] for name in names])
+    axes.invert_yaxis()
+    axes.set_xlim(1, max(found[-1] for found in lost.values() if found) * 2.5)
+    _log(axes.xaxis, [1, 2, 5, 10, 100, 1000, 10_000])
+    axes.set_xlabel(f"times slower than the fastest of these in a cell ({len(cells)} cells, a tick each)")
     return figure
 
 
@@ -80,30 +145,41 @@ def _bounds(results: dict[str, Any]) -> Any:
     cells.sort(key=lambda cell: cell["context"])
     if len(cells) < 2:
         return None
-    figure, axes = _axes("512 requests of 1 K tokens: what the context bound costs")
-    for name, (label, color, style, width) in LINES.items():
+    grown = {n: cells[-1]["times"][n]["median"] / cells[0]["times"][n]["median"] for n in ("ours", "grid", "fused")
+             if n in cells[0]["times"]}  # fmt: skip
+    figure, axes = _axes(
+        f"A context bound of {tokens(cells[-1]['context'])} in place of {tokens(cells[0]['context'])}: ours takes "
+        f"{grown['ours']:.2f} times as long"
+        + (f",\na static grid {number(grown['grid'])} times (512 requests of 1 K tokens)" if "grid" in grown else "")
+    )
+    labels = []
+    for name, (label, color) in (LINES | FLOOR).items():
         points = [(c["context"], c["times"][name]["median"]) for c in cells if name in c["times"]]
         if points:
-            axes.plot(*zip(*points), style, color=color, lw=width, marker="o", ms=4, label=label)
+            is_ours = label.startswith("ours")
+            axes.plot(
+                *zip(*points), "-" if is_ours else "--", color=color, lw=2.5 if is_ours else 1.4, marker="o", ms=4
+            )
+            labels.append((points[-1][1], f"{label}: {number(points[-1][1])}", color))
     axes.set_xscale("log", base=2)
-    _log_scale(axes)
-    axes.set_xticks([cell["context"] for cell in cells], [f"{cell['context'] >> 10} K" for cell in cells])
+    _log(axes.yaxis, TICKS)
+    axes.set_xticks([cell["context"] for cell in cells], [tokens(cell["context"]) for cell in cells])
+    _beside(axes, cells[-1]["context"], labels, 1.32)
     axes.set_xlabel("context bound, tokens")
     axes.set_ylabel("microseconds a call, in a CUDA graph")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-def _bars(title: str, names: list[str], times: list[dict[str, Any]], unit: str, ours: set[str]) -> Any:
-    figure, axes = _axes(title, height=0.45 * len(names) + 1.2)
+def _bars(title: str, names: list[str], times: list[dict[str, Any]], unit: str, colors: list[str]) -> Any:
+    figure, axes = _axes(title, height=0.4 * len(names) + 1.6)
     values = [each["median"] for each in times]
     errors = [[t["median"] - t["quartiles"][0] for t in times], [t["quartiles"][1] - t["median"] for t in times]]
-    colors = [OURS if name in ours else OTHERS for name in names]
     axes.barh(range(len(names)), values, xerr=errors, color=colors)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     for at, value in enumerate(values):
         axes.text(value + errors[1][at], at, f"  {number(value)}", va="center")
+    axes.set_xlim(0, max(values) * 1.12)
     axes.set_xlabel(unit)
     return figure
 
@@ -112,25 +188,61 @@ def _schedule(results: dict[str, Any]) -> Any:
     rows = [row for row in results.get("schedule", []) if row["length"] == 8192]
     if not rows:
         return None
-    names = [f"{name}, batch {row['batch']}" for row in rows for name in ("ours", "one thread")]
+    names = [f"{label}, batch {row['batch']}" for row in rows for label in ("ours", "one thread, as published")]
     times = [row["times"][name] for row in rows for name in ("ours", "one thread")]
-    ours = {name for name in names if name.startswith("ours")}
-    return _bars("Split-KV schedule, 132 parts: all at once, or one thread", names, times, "microseconds", ours)
+    ratio = times[-1]["median"] / times[-2]["median"]
+    title = (
+        f"The split-KV schedule, made in parallel, takes {number(times[-2]['median'])} us at batch "
+        f"{rows[-1]['batch']};\none thread takes {number(ratio)} times as long (8 K tokens a request, 132 parts)"
+    )
+    unit = "microseconds a call, in a CUDA graph (line: quartiles)"
+    return _bars(title, names, times, unit, [OURS, OTHERS] * len(rows))
 
 
 def _host(results: dict[str, Any]) -> Any:
     times = results.get("host")
     if not times:
         return None
-    ours = {name for name in times if "gather" not in name and "read" not in name}
-    return _bars("Time on the host, one step's metadata", list(times), list(times.values()), "microseconds", ours)
+    replay, gather = (times[name]["median"] for name in ("replay of a captured graph", "gather, eager"))
+    colors = [HOST if "gather" in name or "read" in name else OURS for name in times]
+    title = (
+        f"A captured step costs the host {number(replay)} us, "
+        f"a gather of the same tables {number(gather)} us\n(green: ours, red: without it)"
+    )
+    unit = "microseconds on the host for a step's metadata (line: quartiles)"
+    return _bars(title, list(times), list(times.values()), unit, colors)
+
+
+WAY_LABELS = {"host read": ("host read", HOST), "device, eager": ("device, eager", OTHERS),
+              "in the captured step": ("captured", OURS)}  # fmt: skip
 
 
 def _steps(results: dict[str, Any]) -> Any:
+    """Each way's time a token over that of frozen metadata."""
     steps = results.get("steps")
     if not steps:
         return None
-    rows = [(f"{step['name']}: {name}", each) for step in steps for name, each in step["times"].items()]
-    names, times = [name for name, _ in rows], [each for _, each in rows]
-    ours = {name for name in names if "in the captured step" in name}
-    return _bars("A decode step of Llama", names, times, "microseconds an output token", ours)
+    first = steps[0]
+    less = 1 - first["ratios"]["in the captured step/host read"]["median"]
+    over = first["ratios"]["in the captured step/frozen"]["median"] - 1
+    figure, axes = _axes(
+        f"{first['name']}: captured, it takes {less:.0%} less time a token than with a host read,\n"
+        f"and {abs(over):.1%} {'more' if over > 0 else 'less'} than with metadata that costs nothing",
+        height=0.42 * len(steps) + 1.9,
+    )
+    most = 1.0
+    for row, step in enumerate(steps):
+        bound = step["times"]["frozen"]["median"]
+        for number_, (way, (label, color)) in enumerate(WAY_LABELS.items()):
+            at = step["times"][way]["median"] / bound
+            most = max(most, at)
+            axes.plot(at, row, "o", ms=9, color=color)
+            if row == 0:
+                axes.annotate(label, (at, row), (0, (10, 22, 10)[number_]), textcoords="offset points", ha="center",
+                              color=color, fontsize=10, annotation_clip=False)  # fmt: skip
+    axes.axvline(1, color="black", lw=1)
+    axes.set_yticks(range(len(steps)), [f"{s['name']} ({number(s['times']['frozen']['median'])} us)" for s in steps])
+    axes.set_ylim(len(steps) - 0.5, -1.3)
+    axes.set_xlim(min(0.98, axes.get_xlim()[0]), most + 0.05)
+    axes.set_xlabel("time a token over that with frozen metadata (in brackets)")
+    return figure

@@ -3,55 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-MISS = 1.03
+from compiled_kv.bench.claims import claims, interval, misses, number
 
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-def claims(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(claim, bound, what was measured)."""
-    cells = results.get("cells", [])
-    rebuilt = [cell["ratios"]["rebuild"] for cell in cells]
-    misses = sum(each["median"] > MISS for each in rebuilt)
-    rows = [
-        ("full rebuild over the best published design, worst cell", "1.00", _most(each["median"] for each in rebuilt)),
-        (f"cells above {MISS}", "0", f"{misses} of {len(cells)}"),
-        ("the same, geometric mean", "", number(geometric_mean(each["median"] for each in rebuilt))),
-        ("best published design over the incremental update, geometric mean", "at least 3",
-         number(1 / geometric_mean(cell["ratios"]["incremental"]["median"] for cell in cells)) if cells else ""),
-    ]  # fmt: skip
-    cleared = [c["ratios"]["ours-clear/fill"]["median"] for c in cells if "ours-clear/fill" in c["ratios"]]
-    rows.append(("clearing form over a fill of its tables, worst cell", "1.15", _most(cleared)))
-    for name, form in (("ours", "kept tails"), ("incremental", "incremental")):
-        rows.append((f"context bound 1 M over 8 K, {form}, worst", "1.1", _most(bound_ratios(cells, name))))
-    rows.append(("share of copy bandwidth, page size 1, 64 x 128 K", "0.75", bandwidth_share(cells)))
-    wide = [each for each in results.get("schedule", []) if each["batch"] == 512]
-    rows.append(("schedule at batch 512, 132 parts, us", "5", _most(each["times"]["ours"]["median"] for each in wide)))
-    return rows
-
-
-def bound_ratios(cells: list[dict[str, Any]], name: str) -> list[float]:
-    """Time under the widest context bound over that under the narrowest, at the same live lengths."""
-    found: dict[tuple[Any, ...], dict[int, float]] = {}
-    for cell in cells:
-        key = tuple(cell[axis] for axis in ("batch", "length", "page_size", "swa", "lengths"))
-        found.setdefault(key, {})[cell["context"]] = cell["times"][name]["median"]
-    return [times[1 << 20] / times[1 << 13] for times in found.values() if {1 << 13, 1 << 20} <= times.keys()]
-
-
-def bandwidth_share(cells: list[dict[str, Any]]) -> str:
-    wanted = {"batch": 64, "length": 1 << 17, "page_size": 1, "swa": "off", "lengths": "uniform"}
-    found = [cell for cell in cells if all(cell[axis] == value for axis, value in wanted.items())]
-    shares = [c["times"]["copy"]["median"] / c["times"]["ours"]["median"] for c in found if "copy" in c["times"]]
-    return number(min(shares)) if shares else ""
+VERDICT = {True: "met", False: "MISSED", None: ""}
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -69,14 +26,24 @@ def _machine(results: dict[str, Any]) -> str:
 
 
 def _claims(results: dict[str, Any]) -> str:
-    rows = "\n".join(f"| {claim} | {bound} | {found} |" for claim, bound, found in claims(results) if found)
-    return f"## Claims\n\n| what | bound | measured |\n|---|---|---|\n{rows}"
+    rows = "\n".join(
+        f"| {each.what} | {each.bound} | {each.measured} | {each.where} | {VERDICT[each.is_met]} |"
+        for each in claims(results)
+    )
+    head = "| what | bound | measured [95 % interval] | where | |\n|---|---|---|---|---|"
+    return f"## Claims\n\n{head}\n{rows}" if rows else ""
 
 
 def _misses(results: dict[str, Any]) -> str:
-    missed = [cell for cell in results.get("cells", []) if cell["ratios"]["rebuild"]["median"] > MISS]
-    lines = [f"- `{c['name']}`: {_interval(c['ratios']['rebuild'])} of `{c['best']}`" for c in missed]
-    return "## Misses\n\n" + ("\n".join(lines) or "None.") if results.get("cells") else ""
+    cells = results.get("cells", [])
+    rows = [
+        f"| {c['name']} | {number(c['times']['ours']['median'])} | {number(c['times'][c['best']]['median'])} "
+        f"| {c['best']} | {interval(c['ratios']['rebuild'])} |"
+        for c in misses(cells)
+    ]
+    head = "| cell | ours, us | best, us | best | ours / best [95 %] |\n|---|---|---|---|---|"
+    title = f"## Misses: {len(rows)} of {len(cells)} cells above 1.03"
+    return title + ("\n\n" + "\n".join([head, *rows]) if rows else "") if cells else ""
 
 
 def _failed(results: dict[str, Any]) -> str:
@@ -95,7 +62,7 @@ def _cells(results: dict[str, Any]) -> str:
     lines = [head, "|---" * (len(names) + 2) + "|"]
     for cell in cells:
         times = [number(cell["times"][name]["median"]) if name in cell["times"] else "" for name in names]
-        lines.append(f"| {cell['name']} | {' | '.join(times)} | {_interval(cell['ratios']['rebuild'])} |")
+        lines.append(f"| {cell['name']} | {' | '.join(times)} | {interval(cell['ratios']['rebuild'])} |")
     return f"## Cells, median microseconds a call\n\n{legend}\n\n" + "\n".join(lines)
 
 
@@ -110,7 +77,26 @@ def _cpu(results: dict[str, Any]) -> str:
 
 def _steps(results: dict[str, Any]) -> str:
     rows = {step["name"]: step["times"] for step in results.get("steps", [])}
-    return _table("Decode steps, microseconds an output token", rows)
+    shares = "\n\n".join(
+        _shares(title, key, rows)
+        for key, title in (
+            ("waits", "Share of the time in which the device waits for the host"),
+            (
+                "idle",
+                "Share of the profiler's timeline in which nothing runs, gaps in a graph included",
+            ),
+        )
+    )
+    return _table("Decode steps, microseconds an output token", rows) + ("\n\n" + shares if rows else "")
+
+
+def _shares(title: str, key: str, rows: dict[str, dict[str, Any]]) -> str:
+    rows = {name: times for name, times in rows.items() if all(each.get(key) is not None for each in times.values())}
+    if not rows:
+        return ""
+    names = list(next(iter(rows.values())))
+    lines = [f"| {row} | " + " | ".join(f"{times[n][key]:.1%}" for n in names) + " |" for row, times in rows.items()]
+    return "\n".join([f"{title}:", "", "| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|", *lines])
 
 
 def _table(title: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -134,23 +120,9 @@ def _seconds(results: dict[str, Any]) -> str:
     return f"## Imports and first calls, seconds\n\n| what | seconds |\n|---|---|\n{lines}" if lines else ""
 
 
-def number(value: float) -> str:
-    """Three digits, and never an exponent."""
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _most(values: Iterable[float]) -> str:
-    found = list(values)
-    return number(max(found)) if found else ""
-
-
 def _spread(times: dict[str, Any]) -> str:
     low, high = times["quartiles"]
     return f"{number(times['median'])} [{number(low)}, {number(high)}]"
-
-
-def _interval(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
 def write(results: dict[str, Any], folder: Path) -> None:

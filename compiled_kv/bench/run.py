@@ -9,12 +9,16 @@ import torch
 
 from compiled_kv.bench.cells import Cell
 from compiled_kv.bench.contenders import Contender, contenders
-from compiled_kv.bench.expected import check
+from compiled_kv.bench.expected import Known, check
 from compiled_kv.bench.inputs import Inputs, make_inputs
 from compiled_kv.bench.timing import Timed, captured, interleave, interleave_on_host, paired_ratio, summary
 
 SETS = 16
 FEW_SETS = 4
+FLOORS = (
+    ("ours", "copy"), ("ours", "loads"), ("incremental", "loads"), ("ours-clear", "copy-tables"),
+    ("ours-clear", "loads"), ("ours-clear", "fill"),
+)  # fmt: skip
 MANY_ENTRIES = 1 << 22  # a batch of more table entries takes long enough to be timed over fewer sets
 
 
@@ -24,9 +28,10 @@ def run_cell(cell: Cell, device: torch.device, rounds: int, trace: Path | None =
     sets = FEW_SETS if entries > MANY_ENTRIES or device.type == "cpu" else SETS
     given = make_inputs(cell, device, sets, trace)
     running = contenders(given)
-    for name, contender in running.items():
-        for index in (0, given.sets - 1):
-            check(given, name, contender, index)
+    for index in (0, given.sets - 1):
+        known: Known = {}
+        for name, contender in running.items():
+            check(given, name, contender, index, known)
     timed = {name: _timed(contender, given) for name, contender in running.items()}
     if device.type == "cuda":
         interleave(timed, rounds)
@@ -53,7 +58,7 @@ def judged(running: dict[str, Contender], timed: dict[str, Timed]) -> dict[str, 
     best = min(rivals, key=lambda name: times[name]["median"])
     ratio = {"rebuild": paired_ratio(timed["ours"].samples, timed[best].samples)}
     ratio["incremental"] = paired_ratio(timed["incremental"].samples, timed[best].samples)
-    for ours, floor in (("ours", "copy"), ("ours", "loads"), ("ours-clear", "fill"), ("incremental", "loads")):
+    for ours, floor in FLOORS:
         if floor in timed:
             ratio[f"{ours}/{floor}"] = paired_ratio(timed[ours].samples, timed[floor].samples)
     return {"times": times, "best": best, "ratios": ratio}

@@ -1,17 +1,8 @@
-"""`python -m compiled_kv.bench.step`: a decode loop of Llama, its metadata made in four ways.
-
-    host read            the host waits for the longest length, gathers tables of that width, replays a captured step
-    device, eager        decode_metadata launched by the host, then the captured step
-    in the captured step the whole step is one graph
-    frozen               the captured step alone, its metadata made once: what metadata that costs nothing would give
-
-Plain: one token a step. Speculative: a small draft model proposes in DRAFTS - 1 short steps, the model verifies DRAFTS
-tokens at once, and the device decides how many stand (a fixed random sequence, 1 to DRAFTS of them).
-"""
+"""`python -m compiled_kv.bench.step`: time per output token of decode loops of Llama, metadata made in four ways."""
 
 from __future__ import annotations
 
-import json
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,177 +11,55 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor
 
-import compiled_kv as ckv
-from compiled_kv.bench import baselines_torch
-from compiled_kv.bench.llama import CONFIGS, Llama
+from compiled_kv.bench.extras import stopwatch
 from compiled_kv.bench.report import write
-from compiled_kv.bench.timing import summary
+from compiled_kv.bench.results import machine, noted, opened
+from compiled_kv.bench.step_loop import WAYS, Loop, Piece
+from compiled_kv.bench.timing import paired_ratio, summary
 
-PAGE_SIZE = 64
-DRAFTS = 4
-WAYS = ("host read", "device, eager", "in the captured step", "frozen")
-Piece = Callable[[], Any]
-
-
-class Loop:
-    """One batch of requests, its models, and the state that lives on the device between steps."""
-
-    def __init__(
-        self, model: str, batch: int, length: int, steps: int, speculative: bool, device: torch.device
-    ) -> None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.batch, self.length, self.steps, self.speculative = batch, length, steps, speculative
-        self.layout = ckv.KVLayout(PAGE_SIZE, length + DRAFTS * (steps + 4), max_draft_tokens=DRAFTS)
-        pages = self.layout.max_num_pages
-        page = 1 + torch.randperm(batch * pages, device=device).int().view(batch, pages)
-        offset = torch.arange(PAGE_SIZE, device=device, dtype=torch.int32)
-        self.req_to_token = (page[:, :, None] * PAGE_SIZE + offset).flatten(1).contiguous()
-        self.rows = torch.arange(batch, device=device)
-        slots = (batch * pages + 1) * PAGE_SIZE
-        make = partial(Llama, slots=slots, page_size=PAGE_SIZE, device=device, dtype=dtype)
-        self.model = make(CONFIGS[model])
-        self.draft = make(CONFIGS["tiny-draft" if model == "tiny" else "draft"]) if speculative else None
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(batch, DRAFTS, dtype=torch.int64, device=device)
-        self.accepted = 1 + torch.randint(0, DRAFTS, (512, batch), dtype=torch.int32, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        # One set of metadata a forward pass: its queries a row, and the tokens it adds to the committed ones.
-        self.passes = [(1, k + 1) for k in range(DRAFTS - 1)] + [(DRAFTS, DRAFTS)] if speculative else [(1, 0)]
-        self.metas = [self._new_metadata(queries) for queries, _ in self.passes]
-        self.reset()
-
-    def _new_metadata(self, queries: int) -> ckv.DecodeMetadata:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.rows.device)
-
-        batch, slots = self.batch, zeros(self.batch * queries, dtype=torch.int64)
-        table = zeros(batch, self.layout.max_num_pages)
-        return ckv.DecodeMetadata(zeros(batch), zeros(batch + 1), zeros(batch + 1), table, slot_mapping=slots)
-
-    def reset(self) -> None:
-        self.seq_lens.fill_(self.length)
-        self.tokens.copy_(torch.arange(self.tokens.numel(), device=self.rows.device).view_as(self.tokens))
-        self.count.zero_()
-
-    @property
-    def tokens_a_step(self) -> float:
-        """Output tokens of a request and step, over the steps of a run."""
-        return float(self.accepted[: self.steps].float().mean()) if self.speculative else 1.0
-
-    def on_device(self, index: int) -> None:
-        queries, delta = self.passes[index]
-        ckv.decode_metadata(
-            self.req_to_token, self.rows, self.seq_lens, layout=self.layout, seq_len_delta=delta, q_len=queries,
-            out=self.metas[index], tail="keep",
-        )  # fmt: skip
-
-    def on_host(self, index: int, longest: int) -> None:
-        """The gather, as wide as the longest request."""
-        (queries, delta), meta = self.passes[index], self.metas[index]
-        width = -(-(longest + delta) // PAGE_SIZE)
-        if queries == 1:
-            baselines_torch.gather(
-                self.req_to_token, self.rows, self.seq_lens + delta, None, meta, PAGE_SIZE, width
-            )  # fmt: skip
-            return
-        lengths = self.seq_lens + delta
-        single = meta._replace(slot_mapping=torch.empty_like(self.rows))
-        baselines_torch.gather(self.req_to_token, self.rows, lengths, None, single, PAGE_SIZE, width)
-        meta.cu_seqlens_q.mul_(queries)
-        positions = (lengths[:, None] - queries + torch.arange(queries, device=lengths.device)).long()
-        assert meta.slot_mapping is not None
-        meta.slot_mapping.copy_(self.req_to_token[self.rows[:, None], positions].flatten())
-
-    def forward(self, index: int) -> None:
-        """One pass over its metadata; the last one of a step also commits."""
-        meta = self.metas[index]
-        if not self.speculative:
-            self.tokens[:, :1] = self.model.step(self.tokens[:, :1], meta)
-            self.seq_lens += 1
-        elif index < len(self.passes) - 1:
-            assert self.draft is not None
-            self.tokens[:, index + 1] = self.draft.step(self.tokens[:, index, None], meta)[:, 0]
-        else:
-            found = self.model.step(self.tokens, meta)
-            accepted = self.accepted[self.count % len(self.accepted)][0]
-            self.tokens[:, 0] = found.gather(1, accepted[:, None].long() - 1)[:, 0]
-            self.seq_lens += accepted
-            self.count += 1
-
-    def way(self, name: str) -> Piece:
-        """One step, made in this way; everything that can be captured is."""
-        passes = range(len(self.passes))
-        made = [partial(self.on_device, i) for i in passes]
-        computed = [partial(self.forward, i) for i in passes]
-        if name == "in the captured step":
-            return self._captured(_in_order(*(piece for pair in zip(made, computed) for piece in pair)))
-        if name == "frozen":
-            return self._captured(_in_order(*computed))
-        replays = [self._captured(piece) for piece in computed]
-        if name == "device, eager":
-            return _in_order(*(piece for pair in zip(made, replays) for piece in pair))
-
-        def step() -> None:
-            longest = int(self.seq_lens.max().item())
-            for i in passes:
-                self.on_host(i, longest)
-                replays[i]()
-
-        return step
-
-    def _captured(self, piece: Piece) -> Piece:
-        if not self.rows.is_cuda:
-            return piece
-        self.reset()
-        for i in range(len(self.passes)):
-            self.on_device(i)
-        piece()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            piece()
-        torch.cuda.synchronize()
-        return graph.replay
-
-
-def _in_order(*pieces: Piece) -> Piece:
-    def run_all() -> None:
-        for piece in pieces:
-            piece()
-
-    return run_all
+HOST, EAGER, CAPTURED, FROZEN = WAYS
+AHEAD = 3  # steps that the host can queue at once
+SLEEP_CYCLES = 60_000_000  # some 30 ms, in which it does
+PROFILED = 4  # steps of a timeline
+Case = tuple[str, int, bool]
 
 
 def run(loop: Loop, rounds: int) -> dict[str, Any]:
-    """Microseconds an output token for each way, in turn; the three true ways must give the same tokens."""
-    ways = {name: loop.way(name) for name in WAYS}
+    """Microseconds an output token in each way, in turn, and paired ratios.
+
+    Raises:
+        AssertionError: the three true ways end with different tokens or lengths.
+    """
+    ways = loop.ways()
     samples: dict[str, list[float]] = {name: [] for name in ways}
     ends: dict[str, list[int]] = {}
+    if loop.rows.is_cuda:
+        for name, step in ways.items():
+            _steps(loop, name, step, 8)
     for _ in range(rounds):
         for name, step in ways.items():
-            elapsed = _steps(loop, name, step)
+            elapsed = _steps(loop, name, step, loop.steps)
             samples[name].append(elapsed * 1e6 / loop.steps / loop.tokens_a_step)
             ends[name] = [*loop.tokens.flatten().tolist(), *loop.seq_lens.tolist()]
-    true = [ends[name] for name in WAYS if name != "frozen"]
+    true = [ends[name] for name in WAYS if name != FROZEN]
     if any(each != true[0] for each in true):
         raise AssertionError(f"the ways differ in their tokens: {ends}")
     times = {name: summary(each) for name, each in samples.items()}
-    for name, step in ways.items():
-        times[name]["idle"] = idle(loop, name, step)
-    return times
+    if loop.rows.is_cuda:
+        for name, step in ways.items():
+            queued = queued_ahead(loop, name, step) / loop.tokens_a_step
+            times[name]["waits"] = max(1 - queued / times[name]["median"], 0.0)
+    pairs = ((CAPTURED, HOST), (CAPTURED, EAGER), (CAPTURED, FROZEN))
+    return {"times": times, "ratios": {f"{a}/{b}": paired_ratio(samples[a], samples[b]) for a, b in pairs}}
 
 
-def _steps(loop: Loop, name: str, step: Piece, count: int | None = None) -> float:
+def _steps(loop: Loop, name: str, step: Piece, count: int) -> float:
     """Seconds for a run of steps from the same start."""
-    loop.reset()
-    if name == "frozen":
-        for index in range(len(loop.passes)):
-            loop.on_device(index)
+    loop.freeze(count) if name == FROZEN else loop.reset()
     _settle(loop)
     begin = time.perf_counter()
-    for _ in range(count or loop.steps):
+    for _ in range(count):
         step()
     _settle(loop)
     return time.perf_counter() - begin
@@ -201,24 +70,67 @@ def _settle(loop: Loop) -> None:
         torch.cuda.synchronize()
 
 
+def queued_ahead(loop: Loop, name: str, step: Piece) -> float:
+    """Microseconds a step on the device where it never waits for the host: all is queued before the first one starts.
+
+    The host read's loop is given the longest length, for it could not be queued otherwise.
+    """
+    call: Piece = partial(step, loop.length) if name == HOST else step
+    samples = []
+    for _ in range(5):
+        loop.freeze(AHEAD) if name == FROZEN else loop.reset()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        for _ in range(AHEAD):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / AHEAD)
+    return sorted(samples)[2]
+
+
 def idle(loop: Loop, name: str, step: Piece) -> float | None:
-    """Share of the timeline in which the device ran nothing; None where the profiler sees no device."""
-    if not loop.rows.is_cuda:
-        return None
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            _steps(loop, name, step, 8)
-        events = [e for e in profile.events() if str(e.device_type).endswith("CUDA")]
-    except RuntimeError:
-        return None
-    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    """Share of the profiler's timeline in which the device ran nothing; None where the profiler sees no device."""
+    loop.freeze(PROFILED) if name == FROZEN else loop.reset()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            step()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if str(e.device_type).endswith("CUDA")]
+    return idle_share([(e.time_range.start, e.time_range.end) for e in events])
+
+
+def idle_share(spans: list[tuple[float, float]]) -> float | None:
+    """Share of the time from the first start to the last end that no span covers."""
     if not spans:
         return None
+    spans = sorted(spans)
     busy, reached = 0.0, spans[0][0]
     for begin, end in spans:
         busy += max(end - max(begin, reached), 0)
         reached = max(reached, end)
     return 1 - busy / max(reached - spans[0][0], 1e-9)
+
+
+def title(case: Case) -> str:
+    model, batch, speculative = case
+    return f"{model}, batch {batch}, {'speculative' if speculative else 'plain'}"
+
+
+def said(name: str, found: dict[str, Any]) -> str:
+    """One case in a line: medians, and what they say with their 95 % intervals."""
+    medians = ", ".join(f"{way} {each['median']:.0f}" for way, each in found["times"].items())
+    less, over = found["ratios"][f"{CAPTURED}/{HOST}"], found["ratios"][f"{CAPTURED}/{FROZEN}"]
+    waits = ", ".join(f"{each['waits']:.0%}" for each in found["times"].values() if "waits" in each)
+    return (
+        f"{name}: {medians} us a token; captured takes {1 - less['median']:.1%} "
+        f"[{1 - less['high']:.1%}, {1 - less['low']:.1%}] less than the host read, {over['median'] - 1:+.1%} "
+        f"[{over['low'] - 1:+.1%}, {over['high'] - 1:+.1%}] against frozen"
+        + (f"; waits for the host {waits}" if waits else "")
+    )
 
 
 @click.command()
@@ -227,29 +139,47 @@ def idle(loop: Loop, name: str, step: Piece) -> float | None:
 @click.option("--batch", "batches", multiple=True, type=int, default=[1, 8, 64], show_default=True)
 @click.option("--length", default=2048, show_default=True, help="Tokens of each request at the start.")
 @click.option("--steps", default=64, show_default=True)
-@click.option("--rounds", default=7, show_default=True)
-def main(out: Path, models: tuple[str, ...], batches: tuple[int, ...], length: int, steps: int, rounds: int) -> None:
-    """Time per output token of decode loops of Llama stacks with random weights."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = out / "results.json"
-    results: dict[str, Any] = json.loads(known.read_text()) if known.exists() else {"machine": {"device": str(device)}}
-    results["steps"] = []
-    for model in models:
-        for batch in batches:
-            for speculative in (False, True):
-                name = f"{model}, batch {batch}, {'speculative' if speculative else 'plain'}"
-                with torch.no_grad():
-                    torch.manual_seed(0)
-                    times = run(Loop(model, batch, length, steps, speculative, device), rounds)
-                results["steps"].append({"name": name, "times": times})
-                medians = {way: each["median"] for way, each in times.items()}
-                inside = medians["in the captured step"]
-                less, over = 1 - inside / medians["host read"], inside / medians["frozen"] - 1
-                click.echo(
-                    f"{name}: {', '.join(f'{way} {us:.0f}' for way, us in medians.items())} us a token; "
-                    f"{less:.1%} less than the host read, {over:.1%} over frozen"
-                )
-                write(results, out)
+@click.option("--rounds", default=11, show_default=True)
+@click.option("--seconds", type=float, help="Start nothing further after this long; run again for the rest.")
+@click.option("--anew", is_flag=True, help="Drop what --out holds.")
+@click.option("--profile/--no-profile", default=True, help="Idle time from the profiler, when all is timed.")
+def main(
+    out: Path, models: tuple[str, ...], batches: tuple[int, ...], length: int, steps: int, rounds: int,
+    seconds: float | None, anew: bool, profile: bool,
+) -> None:  # fmt: skip
+    """Time per output token of decode loops of Llama stacks with random weights; what --out holds is not run again."""
+    device, clock = torch.device("cuda" if torch.cuda.is_available() else "cpu"), stopwatch()
+    results = opened(out, machine(device), anew)
+    done = {each["name"]: each for each in results.setdefault("steps", [])}
+    cases: list[Case] = [(model, batch, s) for model in models for batch in batches for s in (False, True)]
+
+    def each(what: str, wanted: list[Case], act: Callable[[Case, Loop], None]) -> None:
+        for number, case in enumerate(wanted):
+            if seconds is not None and clock() > seconds:
+                click.echo(f"{clock()} s: {len(wanted) - number} cases left for another run ({what})")
+                return
+            with noted(results, f"{title(case)}, {what}"), torch.no_grad():
+                torch.manual_seed(0)
+                act(case, Loop(case[0], case[1], length, steps, case[2], device))
+            write(results, out)
+
+    def timed(case: Case, loop: Loop) -> None:
+        found = {"name": title(case), "model": case[0], "batch": case[1], "speculative": case[2], **run(loop, rounds)}
+        results["steps"].append(found)
+        done[found["name"]] = found
+        click.echo(f"{clock()} s: {said(found['name'], found)}")
+
+    def profiled(case: Case, loop: Loop) -> None:
+        for name, step in loop.ways().items():
+            done[title(case)]["times"][name]["idle"] = idle(loop, name, step)
+
+    each("times", [case for case in cases if title(case) not in done], timed)
+    if profile and device.type == "cuda":
+        # Last, for a profiler once attached may slow down what is timed afterwards.
+        seen = [case for case in cases if title(case) in done]
+        each("idle time", [case for case in seen if "idle" not in done[title(case)]["times"][HOST]], profiled)
+    click.echo(f"{clock()} s: done")
+    sys.exit(1 if results.get("failed") else 0)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 ROUNDS = 25
-SLOW_ROUNDS = 5
-SLOW_MS = 4.0  # a replay longer than this gets fewer rounds
+SLOW_ROUNDS = 7
+SLOW_MS = 4.0  # a replay longer than this, and than three of ours, gets fewer rounds
 SLEEP_CYCLES = 2_000_000  # about a millisecond, in which the host queues a round
 
 
@@ -39,9 +39,11 @@ def captured(step: Callable[[int], Any], sets: int) -> Callable[[], None]:
 
 
 def interleave(timed: dict[str, Timed], rounds: int = ROUNDS) -> None:
-    """Fill in `samples`: one replay of each in every round, on the device's clock."""
-    for each in timed.values():
-        each.rounds = min(rounds, SLOW_ROUNDS) if _milliseconds(each) > SLOW_MS else rounds
+    """Fill in `samples`: one replay of each in every round, on the device's clock; the first one is ours."""
+    took = {name: _milliseconds(each) for name, each in timed.items()}
+    slow = max(SLOW_MS, 3 * next(iter(took.values())))
+    for name, each in timed.items():
+        each.rounds = min(rounds, SLOW_ROUNDS) if took[name] > slow else rounds
     for number in range(rounds):
         running = [each for each in timed.values() if number < each.rounds]
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -92,6 +94,13 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, fl
     ratios = sorted(a / b for a, b in zip(ours, theirs))
     rank = interval_rank(len(ratios))
     return {"median": statistics.median(ratios), "low": ratios[rank], "high": ratios[-1 - rank]}
+
+
+def interval_of_median(samples: Sequence[float]) -> tuple[float, float]:
+    """The exact 95 % interval of the median, from order statistics."""
+    ordered = sorted(samples)
+    rank = interval_rank(len(ordered))
+    return ordered[rank], ordered[-1 - rank]
 
 
 def interval_rank(n: int) -> int:
