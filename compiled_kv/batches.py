@@ -39,6 +39,7 @@ class DecodeBatch(NamedTuple):
 
 def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
     """Refuse what the host can see to be wrong in a batch of Python ints."""
+    refuse_batch(batch)
     given = {name: values for name, values in batch._asdict().items() if values is not None}
     for name, values in given.items():
         if isinstance(values, Tensor):
@@ -73,10 +74,19 @@ def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
     _check_lengths(buffers, given)
 
 
-def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
-    for name in ("seq_lens", "generations"):
-        if name not in given:
+def refuse_batch(batch: Any) -> None:
+    """Refuse what is no batch, or one without entries where there must be some."""
+    if not isinstance(batch, DecodeBatch):
+        raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}")
+    for name, values in batch._asdict().items():
+        if values is None and name in ("rows", "seq_lens", "generations"):
             raise TypeError(f"batch.{name} must have one entry for each row, got None")
+        if values is not None and not (hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0):
+            kind = type(values).__name__
+            raise TypeError(f"batch.{name} must be a list, a tuple, or an array or tensor with a dimension, got {kind}")
+
+
+def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
     size = len(given["rows"])
     if size > buffers.max_batch_size:
         raise ValueError(f"batch.rows must hold at most max_batch_size={buffers.max_batch_size} requests, got {size}")

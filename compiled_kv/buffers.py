@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors
+from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors, refuse_batch
 from compiled_kv.checks import INTS, Sizes, check_int, check_width
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_parts import DecodeMetadata
@@ -297,6 +297,7 @@ class DecodeBuffers(nn.Module):
         check_ints(batch)
 
     def _load_tensors(self, batch: DecodeBatch) -> int:
+        refuse_batch(batch)
         given = {name: values for name, values in batch._asdict().items() if values is not None}
         check_tensors(self, given)
         given = {name: self._apart(name, values) for name, values in given.items()}

@@ -133,6 +133,13 @@ WRONG = {
     "no-generations": ("plain", BATCH._replace(generations=None), "batch.generations must have one entry for each row"),
     "no-generation-tensor": ("plain", on("cpu", BATCH)._replace(generations=None), "batch.generations must have one"),
     "no-lengths": ("plain", BATCH._replace(seq_lens=None), "batch.seq_lens must have one entry for each row, got None"),
+    "no-rows": ("plain", BATCH._replace(rows=None), "batch.rows must have one entry for each row, got None"),
+    "nothing": ("plain", DecodeBatch(None, None, None), "batch.rows must have one entry for each row, got None"),
+    "a-number": ("plain", BATCH._replace(rows=3),
+     "batch.rows must be a list, a tuple, or an array or tensor with a dimension, got int"),
+    "a-number-of-tokens": ("plain", BATCH._replace(token_ids=3), "batch.token_ids must be a list, a tuple, or an arr"),
+    "a-0-d-tensor": ("plain", BATCH._replace(rows=torch.tensor(3)), "batch.rows must be a list, a tuple, or an array"),
+    "a-true-length": ("ragged", BATCH._replace(q_lens=[3, True]), "batch.q_lens[1] must be an int, got bool"),
     "text": ("plain", DecodeBatch(["a"], [3], [0]), "batch.rows[0] must be an int, got str"),
 }  # fmt: skip
 
