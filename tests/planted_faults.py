@@ -253,6 +253,11 @@ def listing_step(buffers: DecodeBuffers, batch_size: int) -> tuple[DecodeMetadat
     return meta, max(meta.cache_seqlens.tolist())
 
 
+def careless_step(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+    """The tables are read where they lie, and nothing brings them up to date."""
+    return buffers.out().page_table[:batch_size] + 1
+
+
 class Cold:
     """A function compiled by torch.compile, first called when warming up is over."""
 
@@ -331,6 +336,7 @@ FAULTS: dict[str, Fault] = {
     "value-read": Fault("host read", step=reading_step),
     "size-read": Fault("host read", step=masking_step),
     "list-read": Fault("host read", step=listing_step),
+    "metadata-never-made": Fault("metadata not asked for", step=careless_step),
     "cold-compile": Fault("cold compile", step=Cold()),
     "memory-taken-in-each-step": Fault("allocation", buffers=Allocating, runs_on=("cuda",)),
     "staging-refilled-early": Fault("late input", buffers=EarlyRefill, runs_on=("cuda",)),

@@ -142,6 +142,12 @@ def test_planted_fault_is_named(fault: str, device: str) -> None:
     assert str(caught.value).startswith(planted.name)
 
 
+def test_a_step_that_never_asks_for_its_metadata_is_told_so() -> None:
+    for step in (lambda buffers, size: buffers.seq_lens[:size] + 1, lambda buffers, size: buffers.out().cache_seqlens):
+        with pytest.raises(ReplayFault, match=r"before the first step: the step never calls buffers\.metadata"):
+            check_replay(step, backend=None)
+
+
 def test_there_are_more_than_fifteen_faults_with_a_dozen_names() -> None:
     assert len(FAULTS) >= 15
     assert len({fault.name for fault in FAULTS.values()}) >= 12
@@ -206,8 +212,14 @@ def test_what_is_no_step_and_no_batch_is_refused_by_name() -> None:
     for refused in (lambda: graphs(step=3), lambda: check_replay(3)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"decode_step must be a function of \(buffers, batch_size\), got int"):
             refused()
-    with pytest.raises(TypeError, match="batch must be a DecodeBatch, got tuple"):
-        graphs()(([3], [9], [1]))  # type: ignore[arg-type]
+    for batch, message in [
+        (([3], [9], [1]), "batch must be a DecodeBatch, got tuple"),
+        (DecodeBatch(None, [9], [1]), "batch.rows must have one entry for each row, got None"),  # type: ignore[arg-type]
+        (DecodeBatch(3, [9], [1]), "batch.rows must be a list, a tuple, or an array or tensor with a dimension, got"),  # type: ignore[arg-type]
+        (DecodeBatch(torch.tensor(3), [9], [1]), "batch.rows must be a list, a tuple, or an array or tensor with a"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            graphs()(batch)  # type: ignore[arg-type]
 
 
 def test_a_wrong_output_says_how_much_of_it_is_wrong() -> None:
@@ -389,6 +401,43 @@ def test_a_stage_of_its_own_is_refused_in_a_checked_step() -> None:
         check_replay(lambda buffers, size: buffers.metadata(size, q_len=2), backend=None)
 
 
+def cut_by_value(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+    meta = buffers.metadata(batch_size)
+    return meta.slot_mapping[: int(meta.cu_seqlens_q[-1])]
+
+
+def branching_by_value(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+    lengths = buffers.metadata(batch_size).cache_seqlens
+    return lengths if lengths.max().item() > 100 else lengths + 1
+
+
+@traces
+@pytest.mark.parametrize(("step", "read"), [(cut_by_value, "__int__"), (branching_by_value, "item")])
+@pytest.mark.parametrize("ready", [False, True], ids=["eager", "compiled"])
+def test_a_host_read_that_no_compiler_takes_is_named_by_its_line(step: Step, read: str, ready: bool) -> None:
+    given = torch.compile(step, fullgraph=True, dynamic=True, backend="inductor") if ready else step
+    pools = make_pools(serving(), torch.device("cpu"))
+    buffers = DecodeBuffers(serving().layout, pools["req_to_token"], max_batch_size=4)
+    line = step.__code__.co_firstlineno + 2
+    with pytest.raises(RuntimeError) as caught:
+        DecodeGraphs(given, buffers, [2])
+    said = f"{step.__name__} cannot be captured: the step calls Tensor.{read} at {__file__}:{line}, and no graph can"
+    assert str(caught.value).startswith(said)
+    assert "compiled-kv audit" in str(caught.value)
+
+
+@traces
+def test_what_a_compiler_says_of_a_step_without_a_host_read_is_passed_on() -> None:
+    def failing(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        torch._dynamo.graph_break()
+        return buffers.metadata(batch_size).cache_seqlens
+
+    pools = make_pools(serving(), torch.device("cpu"))
+    buffers = DecodeBuffers(serving().layout, pools["req_to_token"], max_batch_size=4)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        DecodeGraphs(failing, buffers, [2])
+
+
 STAGED = KVLayout(page_size=4, max_context_len=24, max_draft_tokens=3, window=6)
 
 
@@ -482,6 +531,25 @@ def test_command(
     ran = testing.CliRunner().invoke(command, [*arguments, "--eager"])
     assert ran.exit_code == status, ran.output
     assert shown in ran.output
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["plain", "terminal"])
+def test_command_says_what_takes_so_long_beside_its_output(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    from compiled_kv.replay.command import command
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+    command(["--scenario", "story", "--mode", "decode", "--eager"], standalone_mode=False)
+    out, err = capsys.readouterr()
+    assert out.startswith("decode: story: 8 steps, 15 requests") and out.count("\n") == 1
+    if terminal:
+        assert "decode: story: playing" in err and err.endswith("\r\x1b[1A\x1b[2K")
+    else:
+        assert err == "decode: story: playing\n"
 
 
 STEP = """

@@ -30,9 +30,13 @@ from compiled_kv.replay.reference import Expected
 from compiled_kv.replay.reference_buffers import ReferenceBuffers
 from compiled_kv.replay.scenarios import Event, Scenario, serving, shorter, story
 from compiled_kv.replay.scheduler import Scheduler, play
-from compiled_kv.replay.watch import Different, DispatchReads, FunctionReads, naming, watched
+from compiled_kv.replay.watch import Different, DispatchReads, FunctionReads, naming, uncompiled, watched
 
 Step = Callable[..., Any]
+NOT_ASKED = (
+    "the step never calls buffers.metadata(batch_size), so that nothing writes the tables, lengths and slots of the "
+    "batch that was loaded"
+)
 
 
 def metadata_step(buffers: DecodeBuffers, batch_size: int) -> Any:
@@ -110,7 +114,7 @@ def check_replay(
     if steps is not None:
         check_int("steps", steps, 0)
         scenario = scenario.first(steps)
-    eager = getattr(decode_step, "_torchdynamo_orig_callable", decode_step)
+    eager = uncompiled(decode_step)
     on_cpu = torch.device(device).type == "cpu"
     step = compiled(decode_step, backend) if on_cpu and backend is not None else decode_step
     player = Player(
@@ -202,13 +206,15 @@ class Player:
         return tuple(map(now, self.args)), {name: now(value) for name, value in self.kwargs.items()}
 
     def _look_for_reads(self, expected: Expected, buffers: DecodeBuffers) -> None:
-        """One eager run with no live row, in which nothing may be read back."""
+        """One eager run with no live row, in which nothing may be read back, and the metadata must be asked for."""
         size = expected.serving.max_batch_size
         expected.step(planned_nobody(expected.serving), size)
         args, kwargs = self._arguments()
         reference = ReferenceBuffers(expected, buffers)
         with torch.no_grad(), FunctionReads(), DispatchReads():
             self.eager(reference, size, *args, **kwargs)
+        if not reference.is_asked:
+            raise Different(Difference("metadata not asked for", NOT_ASKED))
 
     def _compare_outputs(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -58,11 +60,13 @@ def command(
     Without it, a step that is nothing but its metadata. Exit status: 0 no difference, 1 a fault, 2 bad input.
     """
     decode_step = load_step(step) if step else metadata_step
+    first = "capturing, then " if device != "cpu" else "" if eager else "compiling, then "
     for each in MODES if mode == "all" else (mode,):
         given = serving(each, page_size=page_size, max_context_len=context, max_batch_size=batch, window=window)
         for played in [read_events(events, given)] if events else make(scenario, given, steps, seed, file):
             try:
-                report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")
+                with at_work(f"{each}: {played.name}: {first}playing"):
+                    report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")
             except ReplayFault as fault:
                 raise click.ClickException(f"{each}: {fault}") from None
             except Exception as error:
@@ -71,6 +75,24 @@ def command(
                 raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
                 raise Refused(f"{step}, called as step(buffers, batch_size), raised {raised}") from None
             click.echo(f"{each}: {report}")
+
+
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Say on stderr what takes so long: on a terminal in a line that goes away."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        shown = False
+    else:
+        shown = (console := Console(stderr=True)).is_terminal
+    if shown:
+        with console.status(Text(what)):
+            yield
+    else:
+        click.echo(what, err=True)
+        yield
 
 
 def load_step(name: str) -> Step:

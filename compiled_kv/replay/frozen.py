@@ -117,11 +117,6 @@ def _is_same(leaf: Any, was: Any) -> bool:
 
 
 @contextmanager
-def unguarded(_: str) -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def refuse_cold_start(step: str) -> Iterator[None]:
     """Inside, whatever would compile raises a RuntimeError that names it: a capture must meet nothing for the first
     time."""

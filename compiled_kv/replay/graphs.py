@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.batches import DecodeBatch
+from compiled_kv.batches import DecodeBatch, refuse_batch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
 from compiled_kv.launch import INTERPRETED
-from compiled_kv.replay.frozen import Frozen, Places, refuse_cold_start, unguarded
+from compiled_kv.replay.frozen import Frozen, Places, refuse_cold_start
 from compiled_kv.replay.mailbox import Mailbox
+from compiled_kv.replay.watch import refuse_host_read
 
 LIMIT = 64
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
@@ -49,7 +50,8 @@ class DecodeGraphs:
     Raises:
         ValueError: no bucket, or one that is larger than the buffers.
         TypeError: `decode_step` cannot be called.
-        RuntimeError: under capture the step met an operator for the first time; the text names it.
+        RuntimeError: under capture the step met an operator for the first time, or a compiler failed at a line that
+            reads a tensor on the host; the text names it.
     """
 
     def __init__(
@@ -89,12 +91,13 @@ class DecodeGraphs:
             ValueError, TypeError: the batch or an argument is not what the graph was captured for; the text names it.
         """
         try:
-            rows = batch.rows
-        except AttributeError:
-            raise TypeError(f"batch must be a DecodeBatch, got {type(batch).__name__}") from None
-        if len(rows) >= len(self._bucket):
+            size = len(batch.rows)
+        except (AttributeError, TypeError):
+            refuse_batch(batch)
+            raise
+        if size >= len(self._bucket):
             largest = self.batch_sizes[-1]
-            raise ValueError(f"batch.rows must hold at most {largest} requests, the largest bucket, got {len(rows)}")
+            raise ValueError(f"batch.rows must hold at most {largest} requests, the largest bucket, got {size}")
         self._places.check()
         if args or kwargs:
             self._frozen.check(args, kwargs, self._outputs)
@@ -149,11 +152,20 @@ class DecodeGraphs:
             with torch.cuda.device(self.buffers.inputs.device):
                 self._capture(sizes)
         else:
-            for guard in (unguarded, refuse_cold_start):
-                for size in sizes:
-                    with guard(_name(self.step)):
-                        self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
+            self._compile(sizes)
         self.buffers.reset()
+
+    def _compile(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            args = (self.buffers, size, *self.args)
+            try:
+                self.step(*args, **self.kwargs)
+            except RuntimeError as error:
+                refuse_host_read(_name(self.step), self.step, error, args, self.kwargs)
+                raise
+        for size in sizes:
+            with refuse_cold_start(_name(self.step)):
+                self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         side, home = torch.cuda.Stream(), torch.cuda.current_stream()

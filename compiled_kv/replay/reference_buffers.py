@@ -18,6 +18,7 @@ class ReferenceBuffers:
     """The attributes and `metadata` of `DecodeBuffers`, filled with what is expected of them."""
 
     def __init__(self, expected: Expected, buffers: DecodeBuffers) -> None:
+        self.is_asked = False
         self.layout, self.max_batch_size, self.q_len = buffers.layout, buffers.max_batch_size, buffers.q_len
         self.seq_len_delta, self.pad_seqlen = buffers.seq_len_delta, buffers.pad_seqlen
         self.req_to_token, self.full_to_swa = buffers.req_to_token, buffers.full_to_swa
@@ -40,6 +41,7 @@ class ReferenceBuffers:
 
     def metadata(self, batch_size: int, seq_len_delta: int | None = None, **stage: Any) -> DecodeMetadata:
         """What `DecodeBuffers.metadata` must return."""
+        self.is_asked = True
         changed = {name: value for name, value in stage.items() if value is not None}
         if seq_len_delta not in (None, self.seq_len_delta):
             changed["seq_len_delta"] = seq_len_delta

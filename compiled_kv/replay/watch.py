@@ -91,6 +91,36 @@ class DispatchReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile made `step` of, or `step`."""
+    if isinstance(step, torch._dynamo.OptimizedModule):
+        return step._orig_mod
+    return getattr(step, "_torchdynamo_orig_callable", step)  # type: ignore[no-any-return]
+
+
+def refuse_host_read(
+    name: str, step: Callable[..., Any], error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Say which line of a compiled step reads a tensor on the host, if one does, in place of what the compiler said.
+
+    Raises:
+        RuntimeError: from `error`, that of the compiler.
+    """
+    eager = uncompiled(step)
+    if eager is step:
+        return
+    try:
+        with FunctionReads(), DispatchReads():
+            eager(*args, **kwargs)
+    except Different as read:
+        raise RuntimeError(
+            f"{name} cannot be captured: {read.difference.sentence}, and no graph can wait for a value that the host "
+            "reads; compiled-kv audit shows every line of a step that does"
+        ) from error
+    except Exception:
+        return
+
+
 def _caller() -> str:
     """Where the code that is neither torch's nor this package's stands now."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
