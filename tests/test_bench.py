@@ -91,9 +91,13 @@ ATTENTION = """
 import torch
 import torch.nn.functional as F
 from compiled_kv import DecodeMetadata
+from compiled_kv.bench import llama_kernels
 from compiled_kv.bench.llama_kernels import attention
 
-for queries, heads, kv_heads, lens in ((1, 4, 2, [5, 1100]), (3, 4, 2, [130, 3])):
+for queries, heads, kv_heads, lens, programs in (
+    (1, 4, 2, [5, 1100], 1024), (3, 4, 2, [130, 3], 1024), (3, 4, 2, [130, 3], 8), (1, 4, 2, [130, 300], 1)
+):
+    llama_kernels.PROGRAMS = programs
     lengths, dim = torch.tensor(lens, dtype=torch.int32), 32
     table = (1 + torch.randperm(2 * 40)).int().view(2, 40)
     k, v = (torch.randn(81 * 32, kv_heads, dim) for _ in range(2))

@@ -20,7 +20,8 @@ if triton is None:
     raise ImportError("the decode steps need Triton")
 import triton.language as tl
 
-SPLITS = 16
+MOST_SPLITS = 16  # of the keys of a request
+PROGRAMS = 2048  # fill the device
 TILE = 64
 EPSILON = tl.constexpr(1e-5)
 
@@ -158,15 +159,16 @@ def attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, meta: ckv.DecodeMetadat
     batch, queries, heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
-    parts = q.new_empty((batch * queries * heads, SPLITS, dim), dtype=torch.float32)
+    splits = min(max(triton.next_power_of_2(PROGRAMS // (batch * kv_heads)), 1), MOST_SPLITS)
+    parts = q.new_empty((batch * queries * heads, splits, dim), dtype=torch.float32)
     most, total = (parts.new_empty(parts.shape[:2]) for _ in range(2))
-    attending[(batch, kv_heads, SPLITS)](
+    attending[(batch, kv_heads, splits)](
         q, k_pool, v_pool, meta.page_table, meta.cache_seqlens, parts, most, total, queries, k_pool.stride(0),
         meta.page_table.stride(0), dim**-0.5, GROUP=group, ROWS=max(16, triton.next_power_of_2(queries * group)),
-        DIM=dim, PAGE_SIZE=page_size, SPLITS=SPLITS, TILE=TILE if dim <= TILE else TILE // 2,
+        DIM=dim, PAGE_SIZE=page_size, SPLITS=splits, TILE=TILE if dim <= TILE else TILE // 2,
     )  # fmt: skip
     out = torch.empty_like(q)
-    combining[(batch * queries * heads,)](parts, most, total, out, DIM=dim, SPLITS=SPLITS)
+    combining[(batch * queries * heads,)](parts, most, total, out, DIM=dim, SPLITS=splits)
     return out
 
 

@@ -159,7 +159,7 @@ class Loop:
         if not self.rows.is_cuda:
             return piece
         self.freeze(1)
-        stream = torch.cuda.Stream()
+        stream = _capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # as capture does, so that nothing is set up while it records
             piece()
@@ -169,6 +169,12 @@ class Loop:
             piece()
         torch.cuda.synchronize()
         return graph.replay
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream()
 
 
 def _in_order(*pieces: Piece) -> Piece:
