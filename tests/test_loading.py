@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
@@ -146,11 +147,59 @@ def test_formats_of_lines_do_not_pile_up() -> None:
     assert target.tolist() == [1, *[7] * 59, 0, *[9] * 58, 0, 0]
 
 
+def lengths_and_slots(buffers: DecodeBuffers, batch_size: int) -> tuple[Tensor, Tensor]:
+    meta = buffers.metadata(batch_size)
+    assert meta.slot_mapping is not None
+    return meta.cache_seqlens, meta.slot_mapping
+
+
+def serve_in_turn(devices: list[str]) -> None:
+    """A set on each device, with a pool of its own: many more steps than a ring has lines, of graphs and without."""
+    pools = [1000 * at + torch.arange(6 * 28).view(6, 28) for at in range(len(devices))]
+    sets = [DecodeBuffers(LAYOUT, pool.to(device), max_batch_size=4) for pool, device in zip(pools, devices)]
+    graphs = [DecodeGraphs(lengths_and_slots, each, [2, 4], backend=None) for each in sets]
+    seen = []
+    for device in devices:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+            with torch.cuda.device(device):
+                torch.cuda._sleep(200_000_000)
+    for number in range(5 * HALF):
+        for at, (buffers, step) in enumerate(zip(sets, graphs)):
+            rows, lengths = [at, 3], [1 + (number + at) % 28, 1 + number % 13]
+            batch = DecodeBatch(rows, lengths, [0, 0])
+            if number % 3:
+                found = step(batch)
+            else:
+                buffers.load(batch)
+                found = lengths_and_slots(buffers, 2)
+            slots = [1000 * at + 28 * row + length - 1 for row, length in zip(rows, lengths)]
+            seen.append((devices[at], lengths, slots, [tensor.clone() for tensor in found]))
+    for device, lengths, slots, found in seen:
+        assert [str(tensor.device) for tensor in found] == [device] * 2
+        assert [tensor.tolist() for tensor in found] == [lengths, slots]
+
+
+def test_two_sets_are_served_in_turn() -> None:
+    serve_in_turn(["cpu", "cpu"])
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+
+
 @pytest.mark.gpu
 @needs_cuda
+@needs_two
+@pytest.mark.parametrize("current", [0, 1])
+def test_sets_on_two_devices_are_served_in_turn_whichever_is_current(current: int) -> None:
+    with torch.cuda.device(current):
+        serve_in_turn(["cuda:0", "cuda:1"])
+
+
+@pytest.mark.gpu
+@needs_cuda
+@needs_two
 def test_buffers_of_a_device_that_is_not_current_overwrite_no_line() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
     buffers = make("cuda:1")
     seen = torch.zeros(5 * HALF, 4, dtype=torch.int64, device="cuda:1")
     with torch.cuda.device(1):
