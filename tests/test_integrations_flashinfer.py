@@ -73,6 +73,20 @@ def test_the_mla_plan_takes_the_same_tables() -> None:
     assert given["kv_indptr"] is tables[0] and given["kv_indices"][:8].tolist() == [18, 19, *range(24, 30)]
 
 
+def test_indices_that_flashinfer_does_not_read_are_refused_before_anything_is_written() -> None:
+    made, out = metadata(LAYOUT), tuple(poisoned((n,), torch.int32, "cpu") for n in (4, 10, 3))
+    wide = (out[0], out[1].long(), out[2])
+    for call in (
+        lambda tables: flashinfer.plan_arguments(*batch("cpu", (torch.int32, torch.int32)), layout=LAYOUT, out=tables),
+        lambda tables: flashinfer.mla_plan_arguments(made, tables, layout=LAYOUT),
+    ):
+        with pytest.raises(TypeError, match="kv_indices must be int32, got int64"):
+            call(wide)
+        with pytest.raises((TypeError, ValueError), match="kv_indptr, kv_indices, kv_last_page_len"):
+            call(out[:2])
+    assert {*around(out[0]).tolist(), *around(out[2]).tolist()} == {KEPT}
+
+
 def test_seq_lens_are_those_of_flashinfers_own_rule() -> None:
     found = flashinfer.get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([16, 0, 1]), 16)
     assert found.tolist() == [48, 0, 1]

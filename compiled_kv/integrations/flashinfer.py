@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT32, INTS, Sizes, check_int
-from compiled_kv.csr import Csr, csr_tables
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple
+from compiled_kv.csr import FIELDS, Csr, csr_tables
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.metadata_parts import DecodeMetadata
@@ -39,8 +39,13 @@ def plan_arguments(
         out: (indptr int32 [B + 1], indices int32 [S], last_page_len int32 [B]), persistent buffers.
 
     Returns:
-        indptr, indices, last_page_len and page_size.
+        int32 indptr, indices and last_page_len, as FlashInfer's kernels read no other, and page_size.
+
+    Raises:
+        TypeError, ValueError: as `csr_tables`; and for an `out` whose indices are int64.
     """
+    if out is not None:
+        _check_tables("out", out)
     indptr, indices, last_page_len = csr_tables(
         req_to_token, req_pool_indices, seq_lens, layout=layout, num_reqs=num_reqs, capacity=capacity, out=out
     )
@@ -51,12 +56,16 @@ def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayou
     """What `BatchMLAPagedAttentionWrapper.plan` takes of the cache.
 
     Args:
-        metadata: of this step; tables: its `csr_tables`, (kv_indptr, kv_indices, kv_last_page_len).
+        metadata: of this step; tables: its `csr_tables`, (kv_indptr, kv_indices, kv_last_page_len), all int32.
         layout: the one that both were made with.
 
     Returns:
         qo_indptr int32 [B + 1], kv_indptr, kv_indices, kv_len_arr int32 [B] and page_size.
+
+    Raises:
+        TypeError, ValueError: `tables` is not three tensors, or its kv_indices are int64.
     """
+    _check_tables("tables", tables)
     return {
         "qo_indptr": metadata.cu_seqlens_q,
         "kv_indptr": tables[0],
@@ -64,6 +73,12 @@ def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayou
         "kv_len_arr": metadata.cache_seqlens,
         "page_size": layout.page_size,
     }
+
+
+def _check_tables(name: str, tables: Csr) -> None:
+    """Refuse int64 entries, which `csr_tables` fills and FlashInfer refuses, before they are written."""
+    check_tuple(name, tables, FIELDS)
+    Sizes().check("kv_indices", tables[1], INT32, "S")
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
