@@ -77,11 +77,13 @@ def _launch(
     )  # fmt: skip
 
 
-def _cpu_body(given: Given, settings: Settings, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cpu_body(
+    given: Given, settings: Settings, capacity: int, dtype: torch.dtype = torch.int32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three outputs, cleared, and which indices a kept tail leaves to us."""
     lengths, pages = pages_of(given, settings)
     kv_indptr = torch.nn.functional.pad(pages.cumsum(0).clamp(max=capacity), (1, 0))
-    indices, written = entries_of(given, settings, kv_indptr, pages, capacity)
+    indices, written = entries_of(given, settings, kv_indptr, pages, capacity, dtype)
     return kv_indptr.int(), indices, last_page_lens(lengths, settings.page_size), written
 
 
@@ -112,7 +114,7 @@ def _csr_tables_out(
     if runs_kernel(pool):
         _launch(kv_indices, kv_indptr, kv_last_page_len, given, settings, clear)
         return
-    indptr, indices, last, written = _cpu_body(given, settings, kv_indices.shape[0])
+    indptr, indices, last, written = _cpu_body(given, settings, kv_indices.shape[0], kv_indices.dtype)
     kv_indptr.copy_(indptr)
     kv_last_page_len.copy_(last)
     kv_indices.copy_(indices if clear else torch.where(written, indices, kv_indices))
@@ -130,7 +132,7 @@ def _fill_kv_indices(
         _launch(kv_indices, kv_indptr, None, given, settings, clear=False)
         return
     _, pages = pages_of(given, settings)
-    indices, written = entries_of(given, settings, kv_indptr.long(), pages, kv_indices.shape[0])
+    indices, written = entries_of(given, settings, kv_indptr.long(), pages, kv_indices.shape[0], kv_indices.dtype)
     kv_indices.copy_(torch.where(written, indices, kv_indices))
 
 
@@ -169,6 +171,7 @@ def csr_tables(
         capacity: entries S of kv_indices; rows that do not fit are cut, and kv_indptr never passes S. Absent: room
             for B rows of layout.max_num_pages.
         out: (int32 [B + 1], int32 or int64 [S], int32 [B]), written in place and returned; in place of capacity.
+            A slot or page beyond 2^31 - 1 is -1 in int32 entries, and itself in int64 ones.
         tail: kv_indices past the last row's become 0 ("clear"), or keep their values ("keep", needs out).
 
     Returns:
@@ -207,7 +210,8 @@ def fill_kv_indices(
         pool, req_pool_indices, kv_lens, kv_start, layout, entry_page_size, token_map: as in `csr_tables`.
         kv_indptr: int [B + 1], non-decreasing: row b's pages lie from kv_indptr[b] on. A row writes no more than its
             length's pages, nor past kv_indptr[b + 1], nor outside `kv_indices`.
-        kv_indices: int32 or int64 [S]; entries that no row owns keep their values.
+        kv_indices: int32 or int64 [S]; entries that no row owns keep their values. A slot or page beyond 2^31 - 1 is
+            -1 in int32, and itself in int64.
 
     Returns:
         `kv_indices`.

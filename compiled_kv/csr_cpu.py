@@ -23,8 +23,17 @@ def last_page_lens(lengths: Tensor, page_size: int) -> Tensor:
     return torch.where(lengths > 0, (lengths - 1) % page_size + 1, 0).int()
 
 
-def entries_of(given: Any, settings: Any, kv_indptr: Tensor, pages: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """int32 [capacity], 0 where no row owns an entry, and which entries a row owns."""
+def entry_of(slot: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
+    """Page of each slot in the dtype of `kv_indices`, -1 for none; int64 has room for every page."""
+    if dtype == torch.int64:
+        return torch.where(slot >= 0, cpu.floor_div(slot, page_size), -1)
+    return cpu.page_of(slot, page_size).to(dtype)
+
+
+def entries_of(
+    given: Any, settings: Any, kv_indptr: Tensor, pages: Tensor, capacity: int, dtype: torch.dtype = torch.int32
+) -> tuple[Tensor, Tensor]:
+    """`dtype` [capacity], 0 where no row owns an entry, and which entries a row owns."""
     page_size, entry_size, _ = settings
     entry = cpu.iota(capacity, pages)
     row = torch.searchsorted(kv_indptr[1:].contiguous(), entry, right=True)
@@ -43,4 +52,4 @@ def entries_of(given: Any, settings: Any, kv_indptr: Tensor, pages: Tensor, capa
         slot = torch.where(page < 0, -1, page * entry_size + position % entry_size)
     if given.token_map is not None:
         slot = cpu.gather(given.token_map, slot, slot >= 0)
-    return torch.where(written, cpu.page_of(slot, page_size), 0).int(), written
+    return torch.where(written, entry_of(slot, page_size, dtype), 0), written

@@ -22,6 +22,15 @@ def slots_at(pool_row_ptr, pool_stride, pool_width, position, mask, ENTRY_SIZE: 
         return tl.where(page < 0, -1, page * ENTRY_SIZE + position % ENTRY_SIZE)
 
 
+@device_function
+def entry_of(slot, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Page of a slot as `kv_indices` holds it, -1 for none; int64 entries have room for every page."""
+    if WIDE:
+        return tl.where(slot >= 0, slot // PAGE_SIZE, -1)
+    else:
+        return page_of(slot, PAGE_SIZE)
+
+
 @kernel
 def csr_kernel(
     pool_ptr, req_pool_indices_ptr, kv_lens_ptr, kv_start_ptr, map_ptr, num_reqs_ptr, given_indptr_ptr,
@@ -82,4 +91,5 @@ def csr_kernel(
             slot = slots_at(pool_row_ptr, pool_stride, pool_width, start + column * PAGE_SIZE, owned, ENTRY_SIZE)
             if map_ptr is not None:
                 slot = through_map(slot, map_ptr, map_stride, map_size, owned)
-            tl.store(kv_indices_ptr + first + column, page_of(slot, PAGE_SIZE), mask=owned)
+            entry = entry_of(slot, PAGE_SIZE, kv_indices_ptr.dtype.element_ty == tl.int64)
+            tl.store(kv_indices_ptr + first + column, entry, mask=owned)

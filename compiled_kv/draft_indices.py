@@ -105,7 +105,7 @@ def _draft_kv_indices_out(
     if runs_kernel(pool):
         _launch(out, given, settings, clear)
         return
-    indptr, indices, written = cpu_body(given, settings, kv_indices.shape[1])
+    indptr, indices, written = cpu_body(given, settings, kv_indices.shape[1], kv_indices.dtype)
     # A copy into a slice would be guarded on whether it is the whole buffer.
     kv_indptr[:num_steps].index_copy_(1, cpu.iota(indptr.shape[1], indptr), indptr)
     steps = kv_indices[:num_steps]
@@ -132,7 +132,8 @@ def draft_kv_indices(
             most window + sinks together, before its own.
         capacity: entries S a step; rows that do not fit are cut, and kv_indptr never passes S. Absent: room for all.
         out: (int32 [K, B * topk + 1], int32 or int64 [K, S]), written in place and returned; in place of capacity.
-            Both may have more rows, and the first more columns, which are left alone.
+            Both may have more rows, and the first more columns, which are left alone. A slot beyond 2^31 - 1 is -1 in
+            int32 entries, and itself in int64 ones.
         tail: kv_indices past the last branch's become 0 ("clear"), or keep their values ("keep", needs out).
 
     Returns:

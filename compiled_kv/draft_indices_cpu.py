@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
+from compiled_kv.csr_cpu import entry_of
 
 
-def cpu_body(given: Any, settings: Any, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_body(
+    given: Any, settings: Any, capacity: int, dtype: torch.dtype = torch.int32
+) -> tuple[Tensor, Tensor, Tensor]:
     """Both outputs, cleared, and which indices a kept tail leaves to us."""
     num_steps, topk, page_size, _, cap, window, sinks = settings
     rows = given.req_pool_indices.long()
@@ -32,7 +35,7 @@ def cpu_body(given: Any, settings: Any, capacity: int) -> tuple[Tensor, Tensor, 
     position = column + torch.where(column < kept.clamp(max=sinks), 0, length - kept)
     position = position + torch.where(column < kept, 0, (branch - request * topk) * pages * page_size)
     slot = _slots_at(given, settings, cpu.gather(rows, request, written), position, written)
-    return kv_indptr.int(), torch.where(written, cpu.page_of(slot, 1), 0).int(), written
+    return kv_indptr.int(), torch.where(written, entry_of(slot, 1, dtype), 0), written
 
 
 def _slots_at(given: Any, settings: Any, pool_row: Tensor, position: Tensor, mask: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ branch owns, and program (1 + i, k) writes the entries of branch i, behind those
 
 from __future__ import annotations
 
-from compiled_kv.csr_kernel import slots_at
+from compiled_kv.csr_kernel import entry_of, slots_at
 from compiled_kv.launch import device_function, kernel, tl
 from compiled_kv.rows_triton import INT32_MAX, clamped_length, clear_row, load_at, page_of, through_map
 
@@ -89,4 +89,5 @@ def draft_kv_indices_kernel(
             slot = slots_at(pool_row_ptr, pool_stride, pool_width, position, owned & is_live, ENTRY_SIZE)
             if map_ptr is not None:
                 slot = _physical(slot, map_ptr, map_stride, map_size, owned, PAGE_SIZE)
-            tl.store(kv_indices_ptr + first + column, page_of(slot, 1), mask=owned)
+            entry = entry_of(slot, 1, kv_indices_ptr.dtype.element_ty == tl.int64)
+            tl.store(kv_indices_ptr + first + column, entry, mask=owned)

@@ -21,9 +21,10 @@ def look_up(table: list[int], index: int) -> int:
     return max(table[index], -1) if 0 <= index < len(table) else -1
 
 
-def page_of(slot: int, page_size: int) -> int:
+def page_of(slot: int, page_size: int, dtype: torch.dtype = torch.int32) -> int:
+    """-1 for none, and for a page that `dtype` has no room for."""
     page = slot // page_size
-    return page if slot >= 0 and page <= INT32_MAX else -1
+    return page if slot >= 0 and page <= torch.iinfo(dtype).max else -1
 
 
 def physical(page: int, page_map: list[int]) -> int:
@@ -174,14 +175,14 @@ def advance_draft_(positions: Tensor, block_table: Tensor, seq_lens: Tensor, slo
 
 
 def pages_of_row(pool: Any, row: int, count: int, start: int, page_size: int, entry_page_size: int,
-                 token_map: Tensor | None) -> list[int]:  # fmt: skip
+                 token_map: Tensor | None, dtype: torch.dtype) -> list[int]:  # fmt: skip
     """`count` pages of one row of the pool, from position `start` on."""
     found = []
     for position in range(start, start + count * page_size, page_size):
         slot = look_up(pool[row], position // entry_page_size)
         if entry_page_size > 1:
             slot = slot * entry_page_size + position % entry_page_size if page_of(slot, 1) >= 0 else -1
-        found.append(page_of(slot if token_map is None else look_up(token_map.tolist(), slot), page_size))
+        found.append(page_of(slot if token_map is None else look_up(token_map.tolist(), slot), page_size, dtype))
     return found
 
 
@@ -200,7 +201,7 @@ def csr_tables(pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start
     starts, indices = numbers(kv_start) or [0] * len(rows), []
     for row, length, start in zip(rows, lengths, starts, strict=True):
         count, first = ceil_div(length, page_size), min(max(start, 0), width)
-        indices += pages_of_row(pool.tolist(), row, count, first, page_size, entry_page_size, token_map)
+        indices += pages_of_row(pool.tolist(), row, count, first, page_size, entry_page_size, token_map, out[1].dtype)
     room = len(out[1])
     old = out[1].tolist() if tail == "keep" else [0] * room
     store([min(total, room) for total in sums([ceil_div(n, page_size) for n in lengths])], out[0])
@@ -221,7 +222,7 @@ def fill_kv_indices(pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_
         if 0 <= row < len(pool) and count > 0:
             start = min(max(starts[i], 0), width)
             indices[first : first + count] = pages_of_row(
-                pool.tolist(), row, count, start, page_size, entry_page_size, token_map
+                pool.tolist(), row, count, start, page_size, entry_page_size, token_map, kv_indices.dtype
             )
     store(indices, kv_indices)
     return kv_indices
@@ -253,13 +254,12 @@ def draft_kv_indices(pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *
                 read = [at for at in range(length) if at < sinks or at >= length - most + min(sinks, length)]
                 read = [*range(length)] if length <= most else read
                 for position in [*read, *range(begin, begin + step + 1)]:
-                    found = (
-                        pages_of_row(pool.tolist(), row, 1, position, 1, entry_page_size, None)[0] if good[i] else -1
-                    )
+                    read_as = (1, position, 1, entry_page_size, None, torch.int64)
+                    found = pages_of_row(pool.tolist(), row, *read_as)[0] if good[i] else -1
                     if page_map is not None:
                         page = look_up(page_map.tolist(), page_of(found, page_size))
                         found = page * page_size + found % page_size if page_of(page, 1) >= 0 else 0
-                    line.append(page_of(found, 1))
+                    line.append(page_of(found, 1, out[1].dtype))
         indices[step] = (line + (indices[step][len(line) :] if tail == "keep" else [0] * room))[:room]
     store(indptr, out[0][:num_steps, : len(branches) + 1])
     store(indices, out[1][:num_steps])

@@ -320,6 +320,27 @@ def test_token_indices_from_a_pool_of_pages(translated: bool, device: str) -> No
     assert out.tolist() == [mapped(slot) if translated else slot for slot in slots]
 
 
+@devices
+@pytest.mark.parametrize("out_dtype", [torch.int32, torch.int64], ids=["out-32", "out-64"])
+def test_token_indices_beyond_int32_need_an_int64_buffer(out_dtype: torch.dtype, device: str) -> None:
+    """SGLang's Triton back end has one; page 2^29 of four tokens begins at slot 2^31."""
+    pages = torch.tensor([[2**29 - 1, 2**29, 2**31 - 1]], dtype=torch.int32, device=device)
+    rows, lens = torch.tensor([0], device=device), torch.tensor([8], device=device)
+    slots = [*range(2**31 - 2, 2**31 + 4), 2**33 - 4, 2**33 - 3]
+    wanted = slots if out_dtype == torch.int64 else [*slots[:2], -1, -1, -1, -1, -1, -1]
+    bounds, out = torch.tensor([0, 8], device=device), vector(device, 8, out_dtype)
+    starts = torch.tensor([2], device=device)
+    sglang.create_flashinfer_kv_indices_triton[(1,)](pages, rows, lens, bounds, starts, out, 3, ENTRY_PAGE_SIZE=4)
+    assert out.tolist() == wanted
+    indptr, drafts = table(device, 1, 2), vector(device, 9, out_dtype)[None]
+    kernel = sglang.generate_draft_decode_kv_indices[(1, 1, 1)]
+    strides = pages.stride(0), drafts.stride(0), indptr.stride(0)
+    kernel(rows, pages, lens, drafts, indptr, lens, *strides, 1, 1, 1, 4, ENTRY_PAGE_SIZE=4)
+    slots = [*range(2**31 - 4, 2**31 + 4), 2**33 - 4]
+    assert drafts[0].tolist() == (slots if out_dtype == torch.int64 else [*slots[:4], -1, -1, -1, -1, -1])
+    assert is_clean_around(out) and is_clean_around(drafts[0])
+
+
 def test_number_of_token_blocks_is_bounded_by_the_programs() -> None:
     blocks = [sglang.kv_indices_num_token_blocks(w, b) for w, b in ((1, 1), (8193, 4), (10**6, 64), (10**6, 0))]
     assert blocks == [1, 2, 8, 123]

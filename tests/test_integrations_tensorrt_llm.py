@@ -22,8 +22,8 @@ devices = pytest.mark.parametrize("device", DEVICES)
 seeds = pytest.mark.parametrize("seed", range(15))
 
 
-def block(value: int) -> int:
-    return value if 0 <= value < 2**31 else -1
+def block(value: int, dtype: torch.dtype = torch.int32) -> int:
+    return value if 0 <= value <= torch.iinfo(dtype).max else -1
 
 
 @devices
@@ -57,7 +57,8 @@ def test_the_blocks_of_all_rows_one_after_the_other(seed: int, device: str) -> N
     sums = poisoned((rows + 1 + draw.randrange(2),), torch.int32, device)
     kept, bounds = cache_loc.tolist(), sums.tolist()
     total = tensorrt_llm.block_table_to_ragged(table, num_blocks, cache_loc, sums, rows)
-    ragged = [block(value) for line, count in zip(table.tolist(), counts, strict=False) for value in line[:count]]
+    held = [value for line, count in zip(table.tolist(), counts, strict=False) for value in line[:count]]
+    ragged = [block(value, cache_loc.dtype) for value in held]
     if rows:
         bounds[: rows + 1] = [min(sum(counts[:i]), room) for i in range(rows + 1)]
     assert cache_loc.tolist() == (ragged + kept[len(ragged) :])[:room]
