@@ -159,7 +159,8 @@ for queries in (3, 1, 1, 4):
 
 LOOP = """
 import torch
-from compiled_kv.bench import step, step_loop
+from compiled_kv.bench import llama_kernels, step, step_loop
+step_loop.CONTEXT, llama_kernels.PROGRAMS = 256, 2  # fewer programs to interpret
 for speculative in (True, False):
     loop = step.Loop("tiny", 1, 63, 2, speculative, torch.device("cpu"))
     step.run(loop, 1)
@@ -255,6 +256,17 @@ def test_claims_are_judged() -> None:
     assert found["context bound 1 M over 8 K, kept tails, worst of 1"].is_met
     ((name, ratio),) = bound_ratios(cells, "ours")
     assert name == "wide" and ratio["median"] == pytest.approx(1.1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the same in either process")
+def test_figures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from compiled_kv.bench.plots import plots
+
+    assert plots({"machine": {}}, tmp_path) == []
+    (drawn,) = plots({"machine": {}, "cells": [made_up("level", 2.0), made_up("wide", 2.2, 1 << 20)]}, tmp_path)
+    text = drawn.read_text()
+    assert drawn.name == "ratios.svg" and "<svg" in text
 
 
 def test_results_of_other_code_are_not_added_to(tmp_path: Path) -> None:

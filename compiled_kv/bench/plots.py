@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,11 @@ TICKS = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
 
 
 def _beside(axes: Any, at: float, labels: list[tuple[float, str, str]], gap: float) -> None:
-    """Text at the right of a logarithmic plot, kept `gap` times apart."""
-    import math
-
+    """Text at the right of a logarithmic plot, kept apart by this share of its height."""
+    low, high = (math.log(y) for y in axes.get_ylim())
     reached = -math.inf
     for y, text, color in sorted(labels):
-        reached = max(math.log(y), reached + math.log(gap))
+        reached = max(math.log(y), reached + gap * (high - low))
         axes.annotate(text, (at, math.exp(reached)), (6, 0), textcoords="offset points", color=color, va="center",
                       fontsize=10, annotation_clip=False)  # fmt: skip
 
@@ -101,8 +101,13 @@ def _ratios(results: dict[str, Any]) -> Any:
         labels.append((at[-1], label, color))
     axes.axhline(1, color="black", lw=1)
     labels.append((1.0, "best published\ndesign = 1", "black"))
+    ends = [
+        cell["ratios"][name][end] for cell in cells for name in ("rebuild", "incremental") for end in ("low", "high")
+    ]
+    axes.set_ylim(min(0.5, *ends) / 1.2, max(2, *ends) * 1.2)
+    axes.set_xlim(-1, len(cells))
     _log(axes.yaxis, TICKS)
-    _beside(axes, len(cells), labels, 1.9)
+    _beside(axes, len(cells), labels, 0.11)
     axes.set_ylabel("time over that of the best published\ndesign (95 % interval; lower is better)")
     axes.set_xlabel("cells of the benchmark, sorted by the full rebuild")
     return figure
@@ -120,8 +125,8 @@ def _designs(results: dict[str, Any]) -> Any:
         lost[name] = sorted(times[name] / min(times.values()) for times in here if name in times)
     least = min(found[-1] for name, found in lost.items() if name != "ours" and found)
     figure, axes = _axes(
-        f"Every other design is {number(least)} times slower than the fastest, or more, in some cell;\n"
-        f"ours is {lost['ours'][-1]:.2f} times slower at most"
+        f"In some cell every other design takes {number(least)} times as long as the fastest, or more;\n"
+        f"ours {lost['ours'][-1]:.2f} times at most"
     )
     for row, name in enumerate(names):
         if found := lost[name]:
@@ -134,7 +139,7 @@ def _designs(results: dict[str, Any]) -> Any:
     axes.invert_yaxis()
     axes.set_xlim(1, max(found[-1] for found in lost.values() if found) * 2.5)
     _log(axes.xaxis, [1, 2, 5, 10, 100, 1000, 10_000])
-    axes.set_xlabel(f"times slower than the fastest of these in a cell ({len(cells)} cells, a tick each)")
+    axes.set_xlabel(f"time over that of the fastest of these in a cell ({len(cells)} cells, a tick each)")
     return figure
 
 
@@ -164,7 +169,7 @@ def _bounds(results: dict[str, Any]) -> Any:
     axes.set_xscale("log", base=2)
     _log(axes.yaxis, TICKS)
     axes.set_xticks([cell["context"] for cell in cells], [tokens(cell["context"]) for cell in cells])
-    _beside(axes, cells[-1]["context"], labels, 1.32)
+    _beside(axes, cells[-1]["context"], labels, 0.055)
     axes.set_xlabel("context bound, tokens")
     axes.set_ylabel("microseconds a call, in a CUDA graph")
     return figure
