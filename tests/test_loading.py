@@ -180,8 +180,9 @@ def serve_in_turn(devices: list[str]) -> None:
         assert [tensor.tolist() for tensor in found] == [lengths, slots]
 
 
-def test_two_sets_are_served_in_turn() -> None:
-    serve_in_turn(["cpu", "cpu"])
+@devices
+def test_two_sets_are_served_in_turn(device: str) -> None:
+    serve_in_turn(["cpu" if device == "cpu" else "cuda:0"] * 2)
 
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

@@ -27,7 +27,8 @@ run() {
 
 wanted() { [ "$what" = all ] || [ "$what" = "$1" ]; }
 
-wanted tests && run tests "$python" -m pytest -q -m gpu tests/test_updates.py tests/test_buffers.py tests/test_replay.py --durations=5
+wanted tests && run tests "$python" -m pytest -q -m gpu tests/test_updates.py tests/test_buffers.py \
+    tests/test_loading.py tests/test_mailbox.py tests/test_replay.py --durations=5
 wanted demo && run demo_drafts "$python" -m compiled_kv demo --device cuda --model all --draft-tokens 4
 wanted demo && run demo_plain "$python" -m compiled_kv demo --device cuda --model all
 wanted host && run host "$python" tools/gpu_replay.py host
