@@ -46,10 +46,11 @@ def interleave(timed: dict[str, Timed], rounds: int = ROUNDS) -> None:
         each.rounds = min(rounds, SLOW_ROUNDS) if took[name] > slow else rounds
     for number in range(rounds):
         running = [each for each in timed.values() if number < each.rounds]
-        # In turn also who is the first: after the sleep a replay takes up to a third longer.
-        running = running[number % len(running) :] + running[: number % len(running)]
         torch.cuda._sleep(SLEEP_CYCLES)
-        events = [_replay(each) for each in running]
+        events = []
+        for each in running:
+            _replay(each)  # not counted: what the one ahead has left in the cache must not be in a time
+            events.append(_replay(each))
         torch.cuda.synchronize()
         for each, (begin, end) in zip(running, events):
             each.samples.append(begin.elapsed_time(end) * 1e3 / each.calls)
