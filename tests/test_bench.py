@@ -302,3 +302,34 @@ def test_warming_compiles_what_every_cell_needs() -> None:
     wanted = {(cell.page_size, cell.swa) for cell in default_cells()}
     assert wanted <= set(kinds(default_cells()))
     assert kinds([Cell(8, 1024, 8192, 16, "row")]) == [(64, "row"), (16, "row")]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the same in either process")
+def test_frozen_metadata_is_that_of_the_mean_lengths() -> None:
+    pytest.importorskip("triton")
+    from compiled_kv.bench.step_loop import DRAFTS, Loop
+
+    plain = Loop("tiny", 1, 100, 5, False, CPU)
+    plain.freeze(5)
+    assert plain.metas[0].cache_seqlens.tolist() == [102]  # 100 to 104
+    drafting = Loop("tiny", 2, 100, 3, True, CPU)
+    drafting.accepted[:3] = torch.tensor([[1, 4], [3, 4], [2, 4]])
+    drafting.freeze(3)
+    means = [100 + 2, 100 + 4]  # of 0, 1, 4 and of 0, 4, 8 tokens more; 5 / 3 is nearest to 2
+    for index, (queries, added) in enumerate([(1, 1), (1, 2), (1, 3), (DRAFTS, DRAFTS)]):
+        meta = drafting.metas[index]
+        assert meta.cache_seqlens.tolist() == [mean + added for mean in means]
+        assert meta.slot_mapping is not None and len(meta.slot_mapping) == 2 * queries
+    assert drafting.seq_lens.tolist() == [100, 100] and drafting.tokens_a_step == pytest.approx(3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculative", [False, True], ids=["plain", "speculative"])
+def test_captured_ways_give_the_same_tokens(speculative: bool) -> None:
+    from compiled_kv.bench.step import run
+    from compiled_kv.bench.step_loop import WAYS, Loop
+
+    with torch.no_grad():
+        found = run(Loop("tiny", 8, 700, 12, speculative, torch.device("cuda")), 2)
+    assert set(found["times"]) == set(WAYS)
+    assert all(0 <= each["waits"] < 1 for each in found["times"].values())

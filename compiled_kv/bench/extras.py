@@ -165,7 +165,8 @@ def cpu(rounds: int) -> list[dict[str, Any]]:
             call()
         timed = {name: Timed(call, 1) for name, call in calls.items()}
         interleave_on_host(timed, rounds)
-        results.append({**cell.to_dict(), "times": {name: summary(each.samples) for name, each in timed.items()}})
+        times = {name: summary(each.samples) for name, each in timed.items()}
+        results.append({**cell.to_dict(), "threads": torch.get_num_threads(), "times": times})
     return results
 
 

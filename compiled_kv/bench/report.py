@@ -72,7 +72,10 @@ def _schedule(results: dict[str, Any]) -> str:
 
 
 def _cpu(results: dict[str, Any]) -> str:
-    return _table("CPU path, microseconds", {cell["name"]: cell["times"] for cell in results.get("cpu", [])})
+    cells = results.get("cpu", [])
+    threads = cells[0]["threads"] if cells else 0
+    title = f"CPU path on {threads} thread{'s' if threads != 1 else ''}, microseconds"
+    return _table(title, {cell["name"]: cell["times"] for cell in cells})
 
 
 def _steps(results: dict[str, Any]) -> str:
