@@ -1,8 +1,7 @@
-"""FlashInfer's and FlashMLA's decode arguments: their names, dtypes, strides and alignment, and what they hold."""
+"""FlashInfer's decode arguments: their names, dtypes, strides and alignment, and what they hold."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 import compiled_kv as ckv
-from compiled_kv import reference
 from compiled_kv.csr import csr_tables
-from compiled_kv.integrations import flash_mla, flashinfer
+from compiled_kv.integrations import flashinfer
 from tests.cases import DEVICES, pool_of_pages
 from tests.conftest import INTERPRETED
 from tests.harness import around, poisoned
@@ -196,72 +194,3 @@ def test_trtllm_mla_decode_asks_for_rows_of_whole_128_tokens(page_size: int, tok
     else:
         with pytest.raises(ValueError, match=r"must have a multiple of \d columns"):
             flashinfer.trtllm_mla_decode_arguments(metadata(layout), layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sms", "heads", "parts"),
-    [
-        ("dense_sm90", 132, (128, 1, 1), 66),
-        ("dense_sm90", 132, (128, 1, 2), 33),
-        ("dense_sm90", 132, (16, 2, 1), 66),
-        ("dense_sm90", 2, (128, 8, 1), 1),
-        ("sparse_sm90", 132, (128, 1, 1), 66),
-        ("sparse_sm90", 132, (64, 1, 2), 66),
-        ("sparse_sm100", 148, (128, 1, 2), 74),
-    ],
-)
-def test_number_of_parts(kind: str, sms: int, heads: tuple[int, int, int], parts: int) -> None:
-    q, k, q_len = heads
-    assert flash_mla.num_sm_parts(kind, num_sms=sms, num_heads_q=q, num_heads_k=k, q_len=q_len) == parts
-
-
-def test_the_older_metadata_function_counts_tokens() -> None:
-    lengths = torch.tensor([192, 64, 1280, 0], dtype=torch.int32)
-    found = flash_mla.get_mla_metadata(lengths, 128, 1, num_sms=4)
-    wanted = reference.flashmla_schedule(lengths, num_sm_parts=2, form="legacy_tokens")
-    assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
-    assert found[0].shape == (2, 8) and found[0].is_contiguous() and found[1].dtype == torch.int32
-
-
-@dataclass
-class ScheduleObject:
-    """The fields of the newer releases' object, as their first call leaves them empty."""
-
-    have_initialized: bool = False
-    config: Any = None
-    tile_scheduler_metadata: Tensor | None = None
-    num_splits: Tensor | None = None
-
-
-LENGTHS = torch.tensor([192, 64, 1280], dtype=torch.int32)
-
-
-def test_a_schedule_object_holds_persistent_tensors() -> None:
-    schedule = ckv.flashmla_schedule(LENGTHS, num_sm_parts=2)
-    held = flash_mla.fill_schedule(ScheduleObject(), *schedule)
-    assert held.config is None and not held.have_initialized  # its first call still checks the shapes
-    ckv.flashmla_schedule(LENGTHS.flip(0), num_sm_parts=2, out=schedule)
-    wanted = reference.flashmla_schedule(LENGTHS.flip(0), num_sm_parts=2)
-    assert [held.tile_scheduler_metadata.tolist(), held.num_splits.tolist()] == [part.tolist() for part in wanted]
-    with pytest.raises(ValueError, match="must not have been through a call"):
-        flash_mla.fill_schedule(ScheduleObject(have_initialized=True), *schedule)
-    with pytest.raises(TypeError, match="got none named tile_scheduler_metadata or num_splits"):
-        flash_mla.fill_schedule(object(), *schedule)
-
-
-def test_decode_arguments_of_flashmla() -> None:
-    layout = ckv.KVLayout(64, 256)
-    made = metadata(layout)
-    schedule = ckv.flashmla_schedule(made.cache_seqlens, num_sm_parts=2)
-    given = flash_mla.decode_arguments(made, *schedule, page_size=layout.page_size)
-    assert [*given] == ["block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits"]
-    assert given["block_table"] is made.page_table and made.page_table.stride(1) == 1
-    assert given["cache_seqlens"].is_contiguous() and given["cache_seqlens"].dtype == torch.int32
-    assert (given["tile_scheduler_metadata"], given["num_splits"]) == schedule
-    held = flash_mla.fill_schedule(ScheduleObject(), *schedule)
-    given = flash_mla.decode_arguments(made, held)
-    assert given["tile_scheduler_metadata"] is held and given["num_splits"] is None
-    with pytest.raises(ValueError, match="page_size must be 64 for FlashMLA, got 32"):
-        flash_mla.decode_arguments(made, *schedule, page_size=32)
-    with pytest.raises(ValueError, match="num_splits goes with a tensor schedule"):
-        flash_mla.decode_arguments(made, held, schedule[1])

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_kv.checks import INTS, Sizes
 from compiled_kv.layout import ceil_div
 from compiled_kv.metadata_parts import DecodeMetadata
+from compiled_kv.rows_cpu import floor_div
 from compiled_kv.schedules import flashmla_schedule
 
 BLOCK_SIZE = 64
@@ -38,6 +40,45 @@ def num_sm_parts(kind: str, *, num_sms: int, num_heads_q: int, num_heads_k: int 
     if kind == "sparse_sm100":
         return max(num_sms // q_len, 1)
     raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+
+
+def sparse_lengths(
+    indices: Tensor, topk_length: Tensor | None = None, extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Tokens that a sparse call reads of each request: what `compiled_kv.flashmla_schedule` takes as lengths for it.
+
+    Plain torch, one kernel where the step around it is compiled.
+
+    Args:
+        indices: int [B, Q, K], the tokens that each query reads, as the call takes them.
+        topk_length: int [B], how many of the K count; all of them if absent. Clamped to [1, K].
+        extra_indices: int [B, Q, K2], those of a second cache, which begin a block of 64 of their own.
+        extra_topk_length: int [B], how many of the K2 count, likewise; clamped to [0, K2].
+
+    Returns:
+        int32 [B].
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, shape or device is wrong, or the last one stands alone; the
+            text names it.
+    """
+    sizes = Sizes()
+    found = _counted(sizes, "indices", indices, "topk_length", topk_length).clamp(min=1)
+    if extra_indices is not None:
+        more = _counted(sizes, "extra_indices", extra_indices, "extra_topk_length", extra_topk_length).clamp(min=0)
+        found = floor_div(found + BLOCK_SIZE - 1, BLOCK_SIZE) * BLOCK_SIZE + more
+    elif extra_topk_length is not None:
+        raise ValueError("extra_topk_length goes with extra_indices, got it alone")
+    return found.int()
+
+
+def _counted(sizes: Sizes, name: str, indices: Tensor, lengths_name: str, lengths: Tensor | None) -> Tensor:
+    sizes.check(name, indices, INTS, "B", f"queries of {name}", f"columns of {name}")
+    if lengths is None:
+        return indices.new_full((indices.shape[0],), indices.shape[2], dtype=torch.int64)
+    sizes.check(lengths_name, lengths, INTS, "B")
+    return lengths.long().clamp(max=indices.shape[2])
 
 
 def get_mla_metadata(
