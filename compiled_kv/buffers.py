@@ -246,13 +246,14 @@ class DecodeBuffers(nn.Module):
         rows, seq_lens, generations, q_lens, slots, token_ids = batch
         # Rows and generations of most steps are those of the step before, which were looked at.
         if (
-            token_ids is q_lens is slots is None
+            q_lens is slots is None
             and type(rows) is type(seq_lens) is type(generations) in REMEMBERED
             and ring.kept == (rows, generations)
             and len(seq_lens) == len(rows)
+            and (token_ids is None or (type(token_ids) in REMEMBERED and len(token_ids) <= len(rows) * self.q_len))
         ):
             try:
-                ring.fill_second(seq_lens)
+                ring.fill_second(seq_lens, token_ids)
             except (struct.error, TypeError):
                 self._refuse(batch)
                 raise
@@ -280,7 +281,7 @@ class DecodeBuffers(nn.Module):
             ):
                 fields = (rows, seq_lens, generations)
                 ring.fill(len(rows), fields if token_ids is None else (*fields, token_ids))
-                if token_ids is None and kind in REMEMBERED:
+                if kind in REMEMBERED:
                     ring.keep(rows, generations)
             else:
                 check_batch(self, batch)

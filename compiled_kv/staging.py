@@ -63,6 +63,7 @@ class Ring:
         self.version, self.stamps = 1, [0] * count
         self.most, self.second_at = most, 8 * (1 + sizes[0])
         self.seconds: dict[int, tuple[struct.Struct, slice, int, int]] = {}
+        self.fourths, self.fourth_at = dict[int, struct.Struct](), 8 * (1 + sum(sizes[:3]))
         self.heads: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.sent = [torch.cuda.Event(), torch.cuda.Event()] if self.on_cuda else []
 
@@ -86,11 +87,15 @@ class Ring:
         self.version += 1
         self.stamps[self.filling] = self.version
 
-    def fill_second(self, values: Any) -> None:
+    def fill_second(self, values: Any, fourth: Any = None) -> None:
         """Fill the next line with what is kept and these, as many: a third of the work where the line holds it already.
 
+        Args:
+            values: of the second field.
+            fourth: of the fourth field; without, that one is left alone.
+
         Raises:
-            struct.error: a value is no int, negative or above `most`; nothing is written.
+            struct.error: as for `fill`, and where a value of the second field is above `most`.
         """
         packer, place, room, above = self.second
         packed = packer.pack(*values)
@@ -100,9 +105,12 @@ class Ring:
         line = self.next()
         if self.stamps[self.filling] == self.version:
             line[place] = packed
+            if fourth is not None:
+                (self.fourths.get(len(fourth)) or self._fourth(len(fourth))).pack_into(line, self.fourth_at, *fourth)
         else:
             assert self.kept is not None
-            self.fill(len(values), (self.kept[0], values, self.kept[1]))
+            fields = self.kept[0], values, self.kept[1]
+            self.fill(len(values), fields if fourth is None else (*fields, fourth))
             self.stamps[self.filling] = self.version
 
     def next(self) -> Any:
@@ -121,6 +129,10 @@ class Ring:
         packer = struct.Struct("=" + size * SHORT)
         self.seconds[size] = found = packer, place, ones * (WORD - 1 - self.most), ones * (WORD - 1) * WORD
         return found
+
+    def _fourth(self, size: int) -> struct.Struct:
+        padding = 8 * (self.sizes[3] - size)
+        return self.fourths.setdefault(size, struct.Struct(f"={size}{self._kinds[3]}{padding}x"))
 
     def _packer(self, lengths: tuple[int, ...]) -> struct.Struct:
         if len(self.packers) >= PACKERS:

@@ -267,9 +267,9 @@ def test_ring_clears_what_the_line_held_before() -> None:
 
 
 def test_ring_fills_the_second_field_alone_where_a_line_holds_the_others() -> None:
-    target, lines = torch.zeros(7, dtype=torch.int64), 2
-    ring = Ring(target, [2, 2, 2], unsigned=2)
-    others = [Ring(target, [2, 2, 2]) for _ in range(lines)]
+    target, lines = torch.zeros(9, dtype=torch.int64), 2
+    ring = Ring(target, [2, 2, 2, 2], unsigned=2)
+    others = [Ring(target, [2, 2, 2, 2]) for _ in range(lines)]
     ring.lines, ring.memory = [each.lines[0] for each in others], [each.memory[0] for each in others]
     ring.stamps = [0] * lines
 
@@ -288,12 +288,19 @@ def test_ring_fills_the_second_field_alone_where_a_line_holds_the_others() -> No
         (lambda: kept([9], [60], [3]), [1, 9, 0, 60, 0, 3, 0]),
         (lambda: ring.fill_second([61]), [1, 9, 0, 61, 0, 3, 0]),
         (lambda: ring.fill_second([62]), [1, 9, 0, 62, 0, 3, 0]),
+        (lambda: ring.fill_second([63], [-7, 8]), [1, 9, 0, 63, 0, 3, 0, -7, 8]),
+        (lambda: ring.fill_second([64], [6]), [1, 9, 0, 64, 0, 3, 0, 6, 0]),
+        (lambda: ring.fill_second([65]), [1, 9, 0, 65, 0, 3, 0]),
+        (lambda: kept([9], [66], [4]), [1, 9, 0, 66, 0, 4, 0]),
+        (lambda: ring.fill_second([67], [5]), [1, 9, 0, 67, 0, 4, 0, 5, 0]),  # a line that held others
+        (lambda: ring.fill_second([68], []), [1, 9, 0, 68, 0, 4, 0, 0, 0]),
     ]:
         fill()
-        ring.send(7)
-        assert target.tolist() == line
-    with pytest.raises(struct.error):
-        ring.fill_second([-1])
+        ring.send(len(line))
+        assert target[: len(line)].tolist() == line
+    for wrong in ([[-1]], [[69], [2**63]]):
+        with pytest.raises(struct.error):
+            ring.fill_second(*wrong)
     kept(rows, [1, 1], [0, 0])
     rows[0] = 5  # the caller's own list, changed in place
     assert ring.kept == ([7, 8], [0, 0])
@@ -329,6 +336,13 @@ def test_a_step_with_rows_as_before_is_checked_and_loaded_like_any_other() -> No
         with pytest.raises((TypeError, ValueError), match="seq_lens"):
             buffers.load(DecodeBatch(rows, wrong, generations))
         assert buffers.seq_lens.tolist()[:2] == [9, 6]
+    for tokens, held in (([5, 6], [5, 6, 0, 0]), (None, [5, 6, 0, 0]), ([7], [7, 0, 0, 0]), ((8, -9), [8, -9, 0, 0])):
+        buffers.load(DecodeBatch(rows, [10, 7], generations, token_ids=tokens))
+        assert buffers.token_ids.tolist() == held and buffers.seq_lens.tolist() == [10, 7, 0, 0]
+    for tokens in ([1, 2, 3], [1, 2.0], [1, 2**63], 3, torch.tensor([1])):
+        with pytest.raises((TypeError, ValueError), match=r"batch\.token_ids"):
+            buffers.load(DecodeBatch(rows, [11, 8], generations, token_ids=tokens))
+        assert buffers.token_ids.tolist() == [8, -9, 0, 0] and buffers.seq_lens.tolist() == [10, 7, 0, 0]
     rows[1] = 2
     buffers.load(DecodeBatch(rows, [9, 7], generations))
     assert buffers.req_pool_indices.tolist()[:2] == [3, 2] and buffers.seq_lens.tolist()[:2] == [9, 7]

@@ -70,6 +70,7 @@ def host_ways(batch_size: int) -> bool:
     graphs = DecodeGraphs(metadata_step, buffers, [batch_size])
     graphs(batch)
     graph, size = graphs._graphs[batch_size], 1 + 3 * batch_size
+    with_tokens = batch._replace(token_ids=list(range(batch_size)))
     inputs, line = buffers.inputs[:size], torch.zeros(size, dtype=torch.int64, pin_memory=True)
     times = in_turn({
         "bare graph launch": graph.replay,
@@ -78,6 +79,7 @@ def host_ways(batch_size: int) -> bool:
         "DecodeGraphs.replay": lambda: graphs.replay(batch_size),
         "DecodeBuffers.load": lambda: buffers.load(batch),
         "DecodeGraphs": lambda: graphs(batch),
+        "DecodeGraphs, token ids too": lambda: graphs(with_tokens),
         "eager operators": lambda: (buffers.load(batch), metadata_step(buffers, batch_size)),
     })  # fmt: skip
     for name, mode in (("compiled", None), ("reduce-overhead", "reduce-overhead")):
