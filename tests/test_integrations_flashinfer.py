@@ -183,6 +183,10 @@ def test_trtllm_decode_takes_bounds_from_the_layout() -> None:
     assert flashinfer.trtllm_decode_arguments(made, layout=LAYOUT, swa=True)["block_tables"] is made.swa_page_table
     with pytest.raises(ValueError, match="swa_page_table must be a tensor where swa is True, got None"):
         flashinfer.trtllm_decode_arguments(metadata(LAYOUT), layout=LAYOUT, swa=True)
+    for name, swa in (("page_table", False), ("swa_page_table", True)):
+        apart = made._replace(**{name: torch.zeros(3, 9, dtype=torch.int32)[:, :7]})
+        with pytest.raises(ValueError, match=rf"metadata.{name} must be contiguous, got strides \[9, 1\]"):
+            flashinfer.trtllm_decode_arguments(apart, layout=LAYOUT, swa=swa)
 
 
 @pytest.mark.parametrize(("page_size", "tokens", "fits"), [(32, 256, True), (32, 160, False), (64, 192, False)])

@@ -147,11 +147,17 @@ def trtllm_decode_arguments(metadata: DecodeMetadata, *, layout: KVLayout, swa: 
         layout: the one that it was made with.
 
     Returns:
-        block_tables int32 [B, P], seq_lens int32 [B] and max_seq_len.
+        block_tables int32 [B, P], contiguous, seq_lens int32 [B] and max_seq_len.
+
+    Raises:
+        ValueError: there is no such table, or its rows lie further apart than they are wide, which the kernels do not
+            ask about.
     """
     table = metadata.swa_page_table if swa else metadata.page_table
     if table is None:
         raise ValueError("metadata.swa_page_table must be a tensor where swa is True, got None")
+    if not table.is_contiguous():
+        raise ValueError(f"metadata.{'swa_' * swa}page_table must be contiguous, got strides {list(table.stride())}")
     return {"block_tables": table, "seq_lens": metadata.cache_seqlens, "max_seq_len": layout.max_seqlen_k}
 
 
