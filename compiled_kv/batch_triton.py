@@ -1,7 +1,7 @@
 """Device functions for what spans a whole batch: prefix sums, and the tokens that belong to no row.
 
-A batch is taken SCAN rows a program. Each program adds up the rows before its own by itself, from lengths that are in
-the cache by then: none waits for another, and a batch of 512 takes no longer than one of 256.
+A batch is taken CHUNK rows a program. Each program adds up the rows ahead of its own by itself, SCAN of them at a time
+with all of their loads in flight at once: no program waits for another.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from compiled_kv.rows_triton import (
     NEGATIVE_LENGTH,
     clamped_length,
     clamped_queries,
+    is_within,
     length_bits,
     load_at,
     report,
+    value_at,
 )
 from compiled_kv.status import Status
 
@@ -26,9 +28,9 @@ TOO_MANY_TOKENS = constexpr(int(Status.TOO_MANY_TOKENS))
 @device_function
 def _inclusive_sums(counts, FITS_INT32: tl.constexpr):
     if FITS_INT32:
-        return tl.cumsum(counts.to(tl.int32), 0).to(tl.int64)
+        return tl.cumsum(counts, 0).to(tl.int64)
     else:
-        return tl.cumsum(counts, 0)
+        return tl.cumsum(counts.to(tl.int64), 0)
 
 
 @device_function
@@ -36,39 +38,47 @@ def _is_live(indices_ptr, index_stride, pool_rows, row, counted):
     """Which of the counted rows have a pool row; all of them where `indices_ptr` is None."""
     live = counted
     if indices_ptr is not None:
-        pool_row = load_at(indices_ptr, row, index_stride, counted, -1)
-        live = counted & (pool_row >= 0) & (pool_row < pool_rows)
+        live = is_within(load_at(indices_ptr, row, index_stride, counted, -1), pool_rows)
     return live
 
 
 @device_function
 def prefix_sums(
     seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, chunk, SCAN: tl.constexpr,
+    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, chunk,
+    CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Lengths and prefix sums of rows [chunk * SCAN, (chunk + 1) * SCAN) of a batch.
+    """Lengths and prefix sums of rows [chunk * CHUNK, (chunk + 1) * CHUNK) of a batch.
 
     `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries. Returns the
     queries that `q_lens_ptr` gives all rows up to the chunk's end, and status bits of each lane.
     """
-    begin = (chunk.to(tl.int64) * SCAN).to(tl.int32)
-    row = begin + tl.arange(0, SCAN)
+    begin = (chunk.to(tl.int64) * CHUNK).to(tl.int32)
+    row = begin + tl.arange(0, CHUNK)
     in_batch = row < batch_size
     counted = row < active
-    seq_len = load_at(seq_lens_ptr, row, seq_stride, counted, 0)
+    seq_len = value_at(seq_lens_ptr, row, seq_stride, counted, 0)
     live = _is_live(indices_ptr, index_stride, pool_rows, row, counted)
-    queries = tl.zeros([SCAN], tl.int64)
+    queries = tl.zeros([CHUNK], tl.int64)
     if q_lens_ptr is not None:
         queries = load_at(q_lens_ptr, row, q_stride, counted, 0)
     before_k = tl.zeros([], tl.int64)
     before_q = tl.zeros([], tl.int64)
-    for earlier in range(0, tl.minimum(begin, active).to(tl.int32), SCAN):
-        other = earlier + tl.arange(0, SCAN)
-        other_len = load_at(seq_lens_ptr, other, seq_stride, other < active, 0)
-        other_live = _is_live(indices_ptr, index_stride, pool_rows, other, other < active)
-        before_k += tl.sum(tl.where(other_live, clamped_length(other_len, delta, cap), 0), 0)
-        if q_lens_ptr is not None:
-            before_q += tl.sum(clamped_queries(load_at(q_lens_ptr, other, q_stride, other < active, 0)), 0)
+    ahead = tl.minimum(begin, active).to(tl.int32)
+    if ahead > 0:
+        ahead_k = tl.zeros([SCAN], tl.int64)
+        ahead_q = tl.zeros([SCAN], tl.int64)
+        for earlier in range(0, ahead, SCAN):
+            other = earlier + tl.arange(0, SCAN)
+            is_ahead = other < ahead
+            other_len = value_at(seq_lens_ptr, other, seq_stride, is_ahead, 0)
+            other_live = _is_live(indices_ptr, index_stride, pool_rows, other, is_ahead)
+            ahead_k += tl.where(other_live, clamped_length(other_len, delta, cap), 0)
+            if q_lens_ptr is not None:
+                # The same question in other words: its first answer would be kept, and spilled, until here.
+                is_ahead = tl.arange(0, SCAN) < ahead - earlier
+                ahead_q += clamped_queries(load_at(q_lens_ptr, other, q_stride, is_ahead, 0))
+        before_k, before_q = tl.sum(ahead_k, 0), tl.sum(ahead_q, 0)
     bits = tl.where(live, length_bits(seq_len, delta, cap), 0)
     if indices_ptr is not None:
         bits |= tl.where(counted & (live == 0), BAD_ROW, 0)
@@ -84,7 +94,7 @@ def prefix_sums(
     tl.store(cu_q_ptr + row + 1, tl.minimum(ends_q, INT32_MAX).to(tl.int32), mask=in_batch)
     bits |= tl.where(in_batch & (ends_q > INT32_MAX), SUM_OVERFLOW, 0)
     # A chunk whose longest possible sum fits in 32 bits, the usual one, is scanned in 32: half the shuffles.
-    if cap <= INT32_MAX // SCAN:
+    if cap <= INT32_MAX // CHUNK:
         ends_k = before_k + _inclusive_sums(length, True)
     else:
         ends_k = before_k + _inclusive_sums(length, False)
@@ -111,15 +121,16 @@ def sum_batch(
     seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr, chunk,
-    DEBUG: tl.constexpr, SCAN: tl.constexpr,
+    DEBUG: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """What of a batch belongs to no single row, for one chunk of rows; the last one pads the slot mapping."""
     queries, bits = prefix_sums(
         seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, chunk, SCAN,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, chunk,
+        CHUNK, SCAN,
     )  # fmt: skip
     if slot_mapping_ptr is not None:
-        if (chunk.to(tl.int64) + 1) * SCAN >= batch_size:
+        if (chunk.to(tl.int64) + 1) * CHUNK >= batch_size:
             beyond = queries
             if q_lens_ptr is None:
                 queries += (tl.zeros([], tl.int64) + active) * q_len

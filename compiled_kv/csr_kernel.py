@@ -7,7 +7,7 @@ and program (1 + i, k) writes the entries of row i. Where `kv_indptr` is not giv
 from __future__ import annotations
 
 from compiled_kv.launch import device_function, kernel, tl
-from compiled_kv.rows_triton import active_rows, clamped_length, clear_row, load_at, page_of, through_map
+from compiled_kv.rows_triton import active_rows, clamped_length, clear_row, load_at, page_of, through_map, value_at
 
 
 @device_function
@@ -54,7 +54,7 @@ def csr_kernel(
             pool_row = tl.load(req_pool_indices_ptr + other * index_stride, mask=in_batch, other=-1).to(tl.int64)
             live = (pool_row >= 0) & (pool_row < pool_rows)
             raw = tl.load(kv_lens_ptr + other * len_stride, mask=in_batch, other=0).to(tl.int64)
-            length = tl.where(live, clamped_length(raw, 0, cap), 0)
+            length = tl.where(live, clamped_length(raw, 0, cap), 0).to(tl.int64)
             pages = (length + PAGE_SIZE - 1) // PAGE_SIZE
             if kv_indptr_ptr is not None:
                 if (row < 0) & (part == 0):
@@ -78,7 +78,7 @@ def csr_kernel(
             end = tl.minimum(tl.maximum(tl.load(indptr_ptr + indptr_stride).to(tl.int64), 0), room)
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, row < active, -1)
         is_live = (pool_row >= 0) & (pool_row < pool_rows) & (first >= 0)
-        length = clamped_length(load_at(kv_lens_ptr, row, len_stride, is_live, 0), 0, cap)
+        length = clamped_length(value_at(kv_lens_ptr, row, len_stride, is_live, 0), 0, cap).to(tl.int64)
         count = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, tl.where(is_live, end - first, 0))
         start = tl.zeros([], tl.int64)
         if kv_start_ptr is not None:

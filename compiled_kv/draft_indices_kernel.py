@@ -46,7 +46,7 @@ def draft_kv_indices_kernel(
         pool_row = tl.load(req_pool_indices_ptr + other * index_stride, mask=other < request, other=-1).to(tl.int64)
         live = (pool_row >= 0) & (pool_row < pool_rows)
         raw = tl.load(seq_lens_ptr + other * seq_stride, mask=live, other=0).to(tl.int64)
-        kept = _kept(clamped_length(raw, 0, cap), window, sinks)
+        kept = _kept(clamped_length(raw, 0, cap).to(tl.int64), window, sinks)
         first += tl.sum(tl.where(other < request, (kept + drafts) * topk, 0), 0)
     if branch < 0:
         if part == 0:
@@ -61,7 +61,7 @@ def draft_kv_indices_kernel(
                     pool_row = load_at(req_pool_indices_ptr, one // topk, index_stride, in_range, -1)
                     live = (pool_row >= 0) & (pool_row < pool_rows)
                     raw = load_at(seq_lens_ptr, one // topk, seq_stride, live, 0)
-                count = tl.where(in_range, _kept(clamped_length(raw, 0, cap), window, sinks) + drafts, 0)
+                count = tl.where(in_range, _kept(clamped_length(raw, 0, cap).to(tl.int64), window, sinks) + drafts, 0)
                 ends = tl.minimum(tl.minimum(total + tl.cumsum(count, 0), room), INT32_MAX)
                 tl.store(kv_indptr_ptr + one + 1, ends.to(tl.int32), mask=in_range)
                 total += tl.sum(count, 0)
@@ -71,9 +71,8 @@ def draft_kv_indices_kernel(
     else:
         pool_row = tl.load(req_pool_indices_ptr + request * index_stride).to(tl.int64)
         is_live = (pool_row >= 0) & (pool_row < pool_rows)
-        length = clamped_length(
-            tl.load(seq_lens_ptr + request * seq_stride, mask=is_live, other=0).to(tl.int64), 0, cap
-        )
+        raw = tl.load(seq_lens_ptr + request * seq_stride, mask=is_live, other=0)
+        length = clamped_length(raw, 0, cap).to(tl.int64)
         kept = _kept(length, window, sinks)
         front = tl.minimum(kept, sinks)
         own = branch - request * topk

@@ -13,8 +13,10 @@ from compiled_kv.rows_triton import (
     clamped_queries,
     load_at,
     page_of,
+    pages_of,
     swa_page_of,
     through_map,
+    value_at,
 )
 
 
@@ -37,7 +39,8 @@ def _sum_rows(
         in_batch = row < batch_size
         pool_row = load_at(indices_ptr, row, index_stride, in_batch, -1)
         live = (pool_row >= 0) & (pool_row < pool_rows)
-        length = tl.where(live, clamped_length(load_at(seq_lens_ptr, row, seq_stride, live, 0), delta, cap), 0)
+        length = clamped_length(value_at(seq_lens_ptr, row, seq_stride, live, 0), delta, cap)
+        length = tl.where(live, length, 0).to(tl.int64)
         if cache_seqlens_ptr is not None:
             tl.store(cache_seqlens_ptr + row, length.to(tl.int32), mask=in_batch)
         if cu_k_ptr is not None:
@@ -97,9 +100,8 @@ def write_metadata_kernel(
         if page_table_ptr is not None:
             pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
             is_live = (pool_row >= 0) & (pool_row < pool_rows)
-            length = clamped_length(load_at(seq_lens_ptr, row, seq_stride, True, 0), delta, cap)
-            length = tl.where(is_live, length, 0)
-            live = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)
+            length = clamped_length(value_at(seq_lens_ptr, row, seq_stride, True, 0), delta, cap)
+            live = tl.minimum(pages_of(tl.where(is_live, length, 0), PAGE_SIZE), width).to(tl.int32)
             pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
             end = live
             if CLEAR:

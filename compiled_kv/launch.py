@@ -124,23 +124,33 @@ def size_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
-# Columns a program writes at a time: four loads in flight for each of 128 threads.
+# Warps of a program that fills a row of a page table: much of a short row's work is the same in every warp.
+WARPS = 2
+# Columns a program of four warps writes at a time: four loads in flight a thread.
 BLOCK = 512
 # Columns an update writes at a time: most steps add one at the most.
-RENEWED = 128
-# Rows a program takes prefix sums of.
-SCAN = 256
-# Tokens a program finds slots for at a time.
+RENEWED = 64
+# Rows a program takes prefix sums of, and rows ahead of these that it adds up at a time.
+CHUNK = 64
+SCAN = 512
+# Tokens a program finds slots for at a time; of one row, of which most have one token.
 TOKENS = 128
+ROW_TOKENS = 64
 # Some five programs for each multiprocessor fill the device; more would only cost their own start.
 PROGRAMS = 640
 
 
 def columns_a_turn(page_size: int) -> int:
     """Columns a program takes from a token pool at a time. Each of a large page costs a sector of memory of its own,
-    and two loads in flight a thread do; of pages of one token, whose sectors are shared, sixteen do."""
+    and two or four loads in flight a thread do; of pages of few tokens, whose sectors are shared, sixteen do."""
+    return 2 * BLOCK if page_size < 8 else BLOCK // 2 if page_size < 64 else BLOCK // 4
+
+
+def split_rows(batch_size: int, width: int, page_size: int) -> tuple[int, int]:
+    """Columns a turn, and programs that take turns over a row: twice as many where pages of few tokens make it long."""
     page_size = int(page_size)  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
-    return {1: 4 * BLOCK, 2: 4 * BLOCK, 4: 2 * BLOCK, 8: BLOCK}.get(page_size, BLOCK // 2)
+    block = columns_a_turn(page_size)
+    return block, programs_a_row(batch_size, width, block, 2 * PROGRAMS if page_size < 8 else PROGRAMS)
 
 
 def programs_a_row(batch_size: int, width: int, block: int | None = None, programs: int | None = None) -> int:
@@ -151,4 +161,4 @@ def programs_a_row(batch_size: int, width: int, block: int | None = None, progra
 
 def chunks(batch_size: int) -> int:
     """Programs that share the prefix sums of a batch; one for an empty batch, whose sums still begin with 0."""
-    return torch.sym_max(1, ceil_div(batch_size, SCAN))
+    return torch.sym_max(1, ceil_div(batch_size, CHUNK))

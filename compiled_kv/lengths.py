@@ -25,7 +25,7 @@ from compiled_kv.checks import (
     check_layout,
     check_tuple,
 )
-from compiled_kv.launch import SCAN, chunks, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
+from compiled_kv.launch import CHUNK, SCAN, WARPS, chunks, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.rows_triton import active_rows, report
 from compiled_kv.status import DEBUG
@@ -39,13 +39,14 @@ UNBOUNDED = 2**31 - 1
 def _seqlens_kernel(
     seq_lens_ptr, q_lens_ptr, num_reqs_ptr, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     seq_stride, q_stride, batch_size, delta, q_len, cap, pad_seqlen, DEBUG: tl.constexpr, PDL: tl.constexpr,
-    SCAN: tl.constexpr,
+    CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
     _, bits = prefix_sums(
         seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, None, 0, 0, active_rows(num_reqs_ptr, batch_size), batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, tl.program_id(0), SCAN,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, tl.program_id(0), CHUNK,
+        SCAN,
     )  # fmt: skip
     report(bits, None, DEBUG)
 
@@ -66,7 +67,7 @@ def _launch(
         cache_seqlens_ptr=cache_seqlens, cu_q_ptr=cu_seqlens_q, cu_k_ptr=cu_seqlens_k,
         seq_stride=seq_lens.stride(0), q_stride=stride_of(q_lens), batch_size=seq_lens.shape[0],
         delta=delta, q_len=q_len, cap=cap, pad_seqlen=pad_seqlen, DEBUG=DEBUG, PDL=False,
-        SCAN=SCAN,
+        CHUNK=CHUNK, SCAN=SCAN, num_warps=WARPS,
     )  # fmt: skip
 
 

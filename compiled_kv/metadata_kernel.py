@@ -15,9 +15,12 @@ from compiled_kv.rows_triton import (
     clear_row,
     fill_row,
     first_column,
+    is_within,
     load_at,
+    pages_of,
     report,
     slots_of_tokens,
+    value_at,
     write_slots,
 )
 
@@ -30,7 +33,8 @@ def decode_metadata_kernel(
     map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap,
     pad_seqlen, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCAN: tl.constexpr,
+    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+    SCAN: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
@@ -43,18 +47,18 @@ def decode_metadata_kernel(
                 seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
                 batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
                 slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-                tl.program_id(0), DEBUG, SCAN,
+                tl.program_id(0), DEBUG, CHUNK, SCAN,
             )  # fmt: skip
     else:
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
-        seq_len = load_at(seq_lens_ptr, row, seq_stride, True, 0)
+        seq_len = value_at(seq_lens_ptr, row, seq_stride, True, 0)
         queries = tl.zeros([], tl.int64) + q_len
         if q_lens_ptr is not None:
             # By the load's mask: a selection afterwards would keep, and spill, `row < active` while pages are written.
             queries = clamped_queries(load_at(q_lens_ptr, row, q_stride, row < active, 0))
-        is_live = (row < active) & (pool_row >= 0) & (pool_row < pool_rows)
-        length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen)
-        live = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)
+        is_live = (row < active) & is_within(pool_row, pool_rows)
+        length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
+        live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
         page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
         swa_row_ptr = None

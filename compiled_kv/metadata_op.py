@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from compiled_kv.checks import check_distinct_fake
-from compiled_kv.launch import chunks, columns_a_turn, launch, programs_a_row, runs_kernel, size_of
+from compiled_kv.launch import chunks, launch, runs_kernel, size_of, split_rows
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
@@ -23,9 +23,9 @@ def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool) -> None:
     batch_size, width = out.page_table.shape
-    block = columns_a_turn(settings.page_size)
+    block, parts = split_rows(batch_size, width, settings.page_size)
     launch(
-        decode_metadata_kernel, (chunks(batch_size) + batch_size, programs_a_row(batch_size, width, block)),
+        decode_metadata_kernel, (chunks(batch_size) + batch_size, parts),
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
         CLEAR=clear, UNIT_STRIDE=given.req_to_token.stride(1) == 1, BLOCK=block,
     )  # fmt: skip

@@ -30,18 +30,9 @@ from compiled_kv.checks import (
     check_table_output,
     check_tail,
 )
-from compiled_kv.launch import (
-    columns_a_turn,
-    dependent_launch,
-    kernel,
-    launch,
-    programs_a_row,
-    runs_kernel,
-    stride_of,
-    tl,
-)
+from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
-from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, load_at, report
+from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, is_within, load_at, pages_of, report, value_at
 from compiled_kv.status import DEBUG, Status
 
 
@@ -57,13 +48,13 @@ def _page_table_kernel(
     row = tl.program_id(0)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, 0)
-    length = clamped_length(load_at(kv_lens_ptr, row, len_stride, True, 0), 0, cap)
+    length = clamped_length(value_at(kv_lens_ptr, row, len_stride, True, 0), 0, cap)
     start = tl.zeros([], tl.int64)
     if kv_start_ptr is not None:
         start = tl.minimum(tl.maximum(load_at(kv_start_ptr, row, start_stride, True, 0), 0), pool_width)
-    is_live = (pool_row >= 0) & (pool_row < pool_rows)
+    is_live = is_within(pool_row, pool_rows)
     length = tl.where(is_live, length, 0)
-    live = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)
+    live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
     page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
     bits = fill_row(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, start, is_live,
@@ -79,9 +70,9 @@ def _launch(
     page_size: int, cap: int, clear: bool,
 ) -> None:  # fmt: skip
     batch_size, width = req_pool_indices.shape[0], out.shape[1]
-    block = columns_a_turn(page_size)
+    block, parts = split_rows(batch_size, width, page_size)
     launch(
-        _page_table_kernel, (batch_size, programs_a_row(batch_size, width, block)),
+        _page_table_kernel, (batch_size, parts),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, kv_lens_ptr=kv_lens,
         kv_start_ptr=kv_start,
         page_table_ptr=out, pool_rows=req_to_token.shape[0], pool_width=req_to_token.shape[1],
@@ -90,7 +81,7 @@ def _launch(
         len_stride=kv_lens.stride(0), start_stride=stride_of(kv_start),
         page_row_stride=out.stride(0), width=width, cap=cap,
         PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
-        PDL=False, BLOCK=block,
+        PDL=False, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -19,9 +19,29 @@ UNMAPPED = constexpr(int(Status.UNMAPPED))
 
 
 @device_function
+def value_at(ptr, index, stride, mask, other):
+    """`ptr[index * stride]` as it is stored."""
+    return tl.load(ptr + index.to(tl.int64) * stride, mask=mask, other=other)
+
+
+@device_function
 def load_at(ptr, index, stride, mask, other):
     """The int64 value of `ptr[index * stride]`."""
-    return tl.load(ptr + index.to(tl.int64) * stride, mask=mask, other=other).to(tl.int64)
+    return value_at(ptr, index, stride, mask, other).to(tl.int64)
+
+
+@device_function
+def _unsigned(value):
+    if value.dtype == tl.int64:
+        return value.to(tl.uint64, bitcast=True)
+    else:
+        return value.to(tl.uint32, bitcast=True)
+
+
+@device_function
+def is_within(index, size):
+    """0 <= index < size in one comparison: as an unsigned number, a negative index is a huge one."""
+    return _unsigned(index.to(tl.int64)) < _unsigned(tl.zeros([], tl.int64) + size)
 
 
 @device_function
@@ -53,8 +73,16 @@ def row_of_token(token, cu_seqlens_q_ptr, cu_stride, batch_size):
 
 @device_function
 def clamped_length(seq_len, delta, cap):
-    # The first minimum keeps an absurd 64-bit length from wrapping round when delta is added.
-    return tl.minimum(tl.minimum(tl.maximum(seq_len, 0), cap) + delta, cap)
+    """min(max(seq_len, 0) + delta, cap) as int32, computed in the width of `seq_len`; delta and cap fit in int32."""
+    # A minimum before the sum, so that nothing wraps round.
+    room = (tl.zeros([], tl.int64) + cap - delta).to(tl.int32)
+    return tl.minimum(tl.maximum(seq_len, 0), room).to(tl.int32) + (tl.zeros([], tl.int64) + delta).to(tl.int32)
+
+
+@device_function
+def pages_of(length, PAGE_SIZE: tl.constexpr):
+    """Pages that `length` tokens take, int32. Unsigned in between: the sum has 32 bits, and a shift divides."""
+    return ((_unsigned(length) + (PAGE_SIZE - 1)) // PAGE_SIZE).to(tl.int32)
 
 
 @device_function
@@ -69,9 +97,9 @@ def length_bits(seq_len, delta, cap):
 
 @device_function
 def page_of(slot, PAGE_SIZE: tl.constexpr):
-    """Page of a slot as int32; -1 for none. The sign is tested first: -1 // 64 is 0 on the device."""
-    page = slot // PAGE_SIZE
-    return tl.where((slot >= 0) & (page <= INT32_MAX), page, -1).to(tl.int32)
+    """Page of a slot as int32; -1 for none."""
+    page = _unsigned(slot) // PAGE_SIZE  # unsigned: a shift where PAGE_SIZE is a power of two
+    return tl.where((slot >= 0) & (page <= INT32_MAX), page.to(tl.int32), -1)
 
 
 @device_function
@@ -127,19 +155,22 @@ def fill_row(
     readable = tl.minimum(owned, (pool_width - start + PAGE_SIZE - 1) // PAGE_SIZE).to(tl.int32)
     bits = tl.zeros([BLOCK], tl.int32)
     for begin in range(part * BLOCK, live, parts * BLOCK):
-        column = begin + lane
-        position = start + (begin + tl.zeros([], tl.int64)) * PAGE_SIZE
-        unread = tl.where(column < owned, -1, 0).to(pool_ptr.dtype.element_ty)
-        slot = tl.load(pool_ptr + position * step + lane_offset, mask=column < readable, other=unread)
+        # Counted from `begin`, so that lanes are compared in 32 bits and none wraps.
+        in_row = lane < (live - begin).to(tl.int32)
+        is_owned = lane < (owned - begin).to(tl.int32)
+        position = start + begin * PAGE_SIZE
+        unread = tl.where(is_owned, -1, 0).to(pool_ptr.dtype.element_ty)
+        is_read = lane < (readable - begin).to(tl.int32)
+        slot = tl.load(pool_ptr + position * step + lane_offset, mask=is_read, other=unread)
         page = page_of(slot, PAGE_SIZE)
-        tl.store(page_ptr + column, page, mask=column < live)
+        tl.store(page_ptr + begin + lane, page, mask=in_row)
         # Signs, not predicates, carry the bits: predicates of this many lanes would spill.
         bits |= (page >> 31) & BAD_SLOT
         if swa_ptr is not None:
-            seen = (column >= first) & (column < owned)
+            seen = (lane >= (first - begin).to(tl.int32)) & is_owned
             swa_page = swa_page_of(slot, page, map_ptr, map_stride, map_size, seen, PAGE_SIZE, PAGE_MAP)
             swa_page = tl.where(seen, swa_page, 0)
-            tl.store(swa_ptr + column, swa_page, mask=column < live)
+            tl.store(swa_ptr + begin + lane, swa_page, mask=in_row)
             bits |= (swa_page >> 31) & ~(page >> 31) & UNMAPPED
     return bits
 

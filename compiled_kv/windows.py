@@ -26,19 +26,21 @@ from compiled_kv.checks import (
     check_tail,
     check_tuple,
 )
-from compiled_kv.launch import (
-    columns_a_turn,
-    dependent_launch,
-    kernel,
-    launch,
-    programs_a_row,
-    runs_kernel,
-    stride_of,
-    tl,
-)
+from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
-from compiled_kv.rows_triton import clamped_length, clamped_queries, clear_row, fill_row, first_column, load_at, report
+from compiled_kv.rows_triton import (
+    clamped_length,
+    clamped_queries,
+    clear_row,
+    fill_row,
+    first_column,
+    is_within,
+    load_at,
+    pages_of,
+    report,
+    value_at,
+)
 from compiled_kv.status import DEBUG, Status
 
 Pair = tuple[Tensor, Tensor]
@@ -58,13 +60,13 @@ def _swa_page_table_kernel(
     row = tl.program_id(0)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, 0)
-    length = clamped_length(load_at(cache_seqlens_ptr, row, len_stride, True, 0), 0, cap)
+    length = clamped_length(value_at(cache_seqlens_ptr, row, len_stride, True, 0), 0, cap)
     queries = tl.zeros([], tl.int64) + q_len
     if q_lens_ptr is not None:
         queries = clamped_queries(load_at(q_lens_ptr, row, q_stride, True, 0))
-    is_live = (pool_row >= 0) & (pool_row < pool_rows)
+    is_live = is_within(pool_row, pool_rows)
     length = tl.where(is_live, length, 0)
-    live = tl.minimum((length + PAGE_SIZE - 1) // PAGE_SIZE, width).to(tl.int32)
+    live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
     page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
     swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
     bits = fill_row(
@@ -86,11 +88,11 @@ def _launch(
 ) -> None:  # fmt: skip
     table, swa_table = out
     batch_size, width = table.shape
-    block = columns_a_turn(page_size)
+    block, parts = split_rows(batch_size, width, page_size)
     map_ = page_map if full_to_swa is None else full_to_swa
     assert map_ is not None
     launch(
-        _swa_page_table_kernel, (batch_size, programs_a_row(batch_size, width, block)),
+        _swa_page_table_kernel, (batch_size, parts),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, cache_seqlens_ptr=cache_seqlens,
         q_lens_ptr=q_lens,
         map_ptr=map_, page_table_ptr=table, swa_page_table_ptr=swa_table,
@@ -103,7 +105,7 @@ def _launch(
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
         CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
-        PDL=False, BLOCK=block,
+        PDL=False, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from compiled_kv import codegen, launch
+from compiled_kv import codegen, launch, schedule_kernel
 from compiled_kv.launch import kernel as compiled
 from compiled_kv.launch import tl
 from compiled_kv.staging import HALF
@@ -73,6 +73,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "UNIT_STRIDE": (True, False),
     "BLOCK": (launch.BLOCK,),
     "TOKENS": (launch.TOKENS,),
+    "CHUNK": (launch.CHUNK,),
     "SCAN": (launch.SCAN,),
     "BLOCK_SIZE": (64, 1, 48),
     "IN_TOKENS": (False, True),
@@ -92,6 +93,11 @@ OPTIONAL = [
     {"slot_mapping_ptr", "swa_slot_mapping_ptr", "slots_ptr"},
 ]
 FROM_TOKEN_POOL = {"_page_table_kernel", "_swa_page_table_kernel", "decode_metadata_kernel"}
+# What a launch passes besides the common values.
+OF_ROWS = {"TOKENS": launch.ROW_TOKENS}
+PASSED = {"decode_metadata_kernel": OF_ROWS, "update_metadata_kernel": {**OF_ROWS, "BLOCK": launch.RENEWED}}
+WARPS = dict.fromkeys([*FROM_TOKEN_POOL, "update_metadata_kernel", "_seqlens_kernel"], launch.WARPS)
+WARPS["flashmla_schedule_kernel"] = schedule_kernel.WARPS
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
 READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
 NEEDED_BY = {
@@ -126,7 +132,7 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     types = {name: OUTPUTS[name] for name in names if name in OUTPUTS}
     types |= {name: f"*{width}" for name in names if name in INPUTS | READ_BY.get(kernel.__name__, set())}
     types |= {name: width for name in names if name in INTS}
-    common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS}
+    common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS} | PASSED.get(kernel.__name__, {})
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
     if kernel.__name__ in FROM_TOKEN_POOL:
         common["BLOCK"] = launch.columns_a_turn(int(str(page_size)))
@@ -169,7 +175,8 @@ every_case = pytest.mark.parametrize("name", sorted(CASES))
 
 def build(name: str, target: str) -> codegen.MachineCode:
     case = CASES[name]
-    return codegen.build(case.kernel, case.types, case.constants, target=target)
+    warps = WARPS.get(case.kernel.__name__, 4)
+    return codegen.build(case.kernel, case.types, case.constants, target=target, num_warps=warps)
 
 
 def test_every_operator_has_its_kernel():

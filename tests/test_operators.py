@@ -26,6 +26,7 @@ operators = pytest.mark.parametrize("operator", OPERATORS)
 
 
 FULL_BLOCKS = ("plain", "wide-batch")
+SMALL = {"BLOCK": 4, "RENEWED": 4, "CHUNK": 4, "SCAN": 8, "TOKENS": 4, "ROW_TOKENS": 4, "PROGRAMS": 12}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_kv."):
-            for size, small in {"BLOCK": 4, "RENEWED": 4, "SCAN": 4, "TOKENS": 4, "PROGRAMS": 12}.items():
+            for size, small in SMALL.items():
                 if isinstance(getattr(module, size, None), int):
                     monkeypatch.setattr(module, size, small)
             if hasattr(module, "columns_a_turn"):

@@ -37,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         for name, module in list(sys.modules.items()):
             if name.startswith("compiled_kv."):
-                for size in ("BLOCK", "SCAN", "TOKENS", "PROGRAMS"):
+                for size in ("BLOCK", "CHUNK", "SCAN", "TOKENS", "ROW_TOKENS", "PROGRAMS"):
                     if isinstance(getattr(module, size, None), int):
                         monkeypatch.setattr(module, size, 4)
 
