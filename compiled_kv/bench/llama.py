@@ -61,7 +61,8 @@ class Llama:
     def __init__(self, weights: Weights, slots: int, page_size: int) -> None:
         self.weights, self.page_size = weights, page_size
         shape = slots, weights.config.kv_heads, weights.config.head_dim
-        self.pools = [tuple(weights.norm.new_zeros(shape) for _ in range(2)) for _ in weights.layers]
+        # Not zeros: a step over those takes 6 % less time.
+        self.pools = [tuple(weights.norm.new_empty(shape).normal_() for _ in range(2)) for _ in weights.layers]
 
     def step(self, tokens: Tensor, meta: ckv.DecodeMetadata) -> Tensor:
         w = self.weights
