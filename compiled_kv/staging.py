@@ -84,11 +84,12 @@ class Ring:
         # As ints of our own: what the caller's lists hold may be changed in place too.
         self.kept = (type(first)(map(index, first)), type(third)(map(index, third)))
         self.second = self.seconds.get(len(first)) or self._second(len(first))
+        self.image = bytes(self.memory[self.filling][: self.fourth_at])
         self.version += 1
         self.stamps[self.filling] = self.version
 
     def fill_second(self, values: Any, fourth: Any = None) -> None:
-        """Fill the next line with what is kept and these, as many: a third of the work where the line holds it already.
+        """Fill the next line with what is kept and these, as many: a third of the work of `fill`.
 
         Args:
             values: of the second field.
@@ -103,15 +104,12 @@ class Ring:
         if as_int(packed, ORDER) + room & above:
             raise struct.error(f"a value is above {self.most}")
         line = self.next()
-        if self.stamps[self.filling] == self.version:
-            line[place] = packed
-            if fourth is not None:
-                (self.fourths.get(len(fourth)) or self._fourth(len(fourth))).pack_into(line, self.fourth_at, *fourth)
-        else:
-            assert self.kept is not None
-            fields = self.kept[0], values, self.kept[1]
-            self.fill(len(values), fields if fourth is None else (*fields, fourth))
+        if self.stamps[self.filling] != self.version:
+            line[: self.fourth_at] = self.image
             self.stamps[self.filling] = self.version
+        line[place] = packed
+        if fourth is not None:
+            (self.fourths.get(len(fourth)) or self._fourth(len(fourth))).pack_into(line, self.fourth_at, *fourth)
 
     def next(self) -> Any:
         """The next line, which no copy reads any more; what was sent in it and not taken is delivered first."""
