@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_kv.bench.claims import number
+from compiled_kv.bench.plots_axes import TICKS, bars, label_beside, make_axes, set_log, set_style, short, tokens
 
 OURS, INCREMENTAL, OTHERS, HOST = "#0b6e4f", "#2a8fbd", "#8a9097", "#c44e52"
 LINES = {
@@ -24,14 +23,7 @@ FLOOR = {"loads": ("floor: dependent loads", "#555555")}
 
 def plots(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write every figure that the results have data for; returns their paths."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    # Fixed ids and no date: the same results give the same files.
-    matplotlib.rcParams.update({
-        "svg.hashsalt": "compiled_kv", "font.size": 11, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.titlesize": 12, "figure.constrained_layout.use": True,
-    })  # fmt: skip
+    set_style()
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for draw in (_ratios, _designs, _bounds, _schedule, _host, _steps):
@@ -43,43 +35,6 @@ def plots(results: dict[str, Any], folder: Path) -> list[Path]:
     return drawn
 
 
-def _axes(title: str, height: float = 4.5) -> tuple[Any, Any]:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, height))
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=12)
-    return figure, axes
-
-
-def _log(axis: Any, ticks: Sequence[float]) -> None:
-    """A logarithmic axis with these numbers on it."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    low, high = axis.get_view_interval()
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(FixedLocator([tick for tick in ticks if low * 0.7 <= tick <= high * 1.4]))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-TICKS = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
-
-
-def _beside(axes: Any, at: float, labels: list[tuple[float, str, str]], gap: float) -> None:
-    """Text at the right of a logarithmic plot, kept apart by this share of its height."""
-    low, high = (math.log(y) for y in axes.get_ylim())
-    reached = -math.inf
-    for y, text, color in sorted(labels):
-        reached = max(math.log(y), reached + gap * (high - low))
-        axes.annotate(text, (at, math.exp(reached)), (6, 0), textcoords="offset points", color=color, va="center",
-                      fontsize=10, annotation_clip=False)  # fmt: skip
-
-
-def tokens(count: int) -> str:
-    """A context bound as it is spoken of."""
-    return f"{count >> 20} M" if count % (1 << 20) == 0 else f"{count >> 10} K"
-
-
 def _ratios(results: dict[str, Any]) -> Any:
     """Ours over the best published design, every cell, sorted."""
     cells = sorted(results.get("cells", []), key=lambda cell: cell["ratios"]["rebuild"]["median"])
@@ -87,7 +42,7 @@ def _ratios(results: dict[str, Any]) -> Any:
         return None
     medians = [cell["ratios"]["rebuild"]["median"] for cell in cells]
     level = sum(median <= 1 for median in medians)
-    figure, axes = _axes(
+    figure, axes = make_axes(
         f"The rebuild is at least as fast as the best published design in {level} of {len(cells)} cells;\n"
         f"the worst takes {medians[-1]:.2f} times as long"
     )
@@ -106,8 +61,8 @@ def _ratios(results: dict[str, Any]) -> Any:
     ]
     axes.set_ylim(min(0.5, *ends) / 1.2, max(2, *ends) * 1.2)
     axes.set_xlim(-1, len(cells))
-    _log(axes.yaxis, TICKS)
-    _beside(axes, len(cells), labels, 0.11)
+    set_log(axes.yaxis, TICKS)
+    label_beside(axes, len(cells), labels, 0.11)
     axes.set_ylabel("time over that of the best published\ndesign (95 % interval; lower is better)")
     axes.set_xlabel("cells of the benchmark, sorted by the full rebuild")
     return figure
@@ -124,21 +79,23 @@ def _designs(results: dict[str, Any]) -> Any:
         here = [{n: cell["times"][n]["median"] for n in names if n in cell["times"]} for cell in cells]
         lost[name] = sorted(times[name] / min(times.values()) for times in here if name in times)
     least = min(found[-1] for name, found in lost.items() if name != "ours" and found)
-    figure, axes = _axes(
-        f"In some cell every other design takes {number(least)} times as long as the fastest, or more;\n"
-        f"ours {lost['ours'][-1]:.2f} times at most"
+    figure, axes = make_axes(
+        f"Each published design has a cell in which it takes {number(least)} times as long as the fastest\n"
+        f"or more; ours takes {lost['ours'][-1]:.2f} times at most"
     )
     for row, name in enumerate(names):
         if found := lost[name]:
             color = LINES[name][1]
-            axes.plot(found, [row] * len(found), "|", ms=16, color=color, alpha=0.6)
+            # One path for all ticks: a mark for each would make the file three times as large.
+            ticks = [point for x in found for point in ((x, row - 0.18), (x, row + 0.18), (x, float("nan")))]
+            axes.plot(*zip(*ticks), lw=1, color=color, alpha=0.6)
             axes.plot(found[-1], row, "o", ms=6, color=color)
             axes.annotate(f"worst {number(found[-1])}", (found[-1], row), (8, 0), textcoords="offset points",
                           va="center", fontsize=10, color=color, annotation_clip=False)  # fmt: skip
     axes.set_yticks(range(len(names)), [LINES[name][0] for name in names])
     axes.invert_yaxis()
     axes.set_xlim(1, max(found[-1] for found in lost.values() if found) * 2.5)
-    _log(axes.xaxis, [1, 2, 5, 10, 100, 1000, 10_000])
+    set_log(axes.xaxis, [1, 2, 5, 10, 100, 1000, 10_000])
     axes.set_xlabel(f"time over that of the fastest of these in a cell ({len(cells)} cells, a tick each)")
     return figure
 
@@ -152,7 +109,7 @@ def _bounds(results: dict[str, Any]) -> Any:
         return None
     grown = {n: cells[-1]["times"][n]["median"] / cells[0]["times"][n]["median"] for n in ("ours", "grid", "fused")
              if n in cells[0]["times"]}  # fmt: skip
-    figure, axes = _axes(
+    figure, axes = make_axes(
         f"A context bound of {tokens(cells[-1]['context'])} in place of {tokens(cells[0]['context'])}: ours takes "
         f"{grown['ours']:.2f} times as long"
         + (f",\na static grid {number(grown['grid'])} times (512 requests of 1 K tokens)" if "grid" in grown else "")
@@ -167,25 +124,11 @@ def _bounds(results: dict[str, Any]) -> Any:
             )
             labels.append((points[-1][1], f"{label}: {number(points[-1][1])}", color))
     axes.set_xscale("log", base=2)
-    _log(axes.yaxis, TICKS)
+    set_log(axes.yaxis, TICKS)
     axes.set_xticks([cell["context"] for cell in cells], [tokens(cell["context"]) for cell in cells])
-    _beside(axes, cells[-1]["context"], labels, 0.055)
+    label_beside(axes, cells[-1]["context"], labels, 0.055)
     axes.set_xlabel("context bound, tokens")
     axes.set_ylabel("microseconds a call, in a CUDA graph")
-    return figure
-
-
-def _bars(title: str, names: list[str], times: list[dict[str, Any]], unit: str, colors: list[str]) -> Any:
-    figure, axes = _axes(title, height=0.4 * len(names) + 1.6)
-    values = [each["median"] for each in times]
-    errors = [[t["median"] - t["quartiles"][0] for t in times], [t["quartiles"][1] - t["median"] for t in times]]
-    axes.barh(range(len(names)), values, xerr=errors, color=colors)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    for at, value in enumerate(values):
-        axes.text(value + errors[1][at], at, f"  {number(value)}", va="center")
-    axes.set_xlim(0, max(values) * 1.12)
-    axes.set_xlabel(unit)
     return figure
 
 
@@ -197,11 +140,11 @@ def _schedule(results: dict[str, Any]) -> Any:
     times = [row["times"][name] for row in rows for name in ("ours", "one thread")]
     ratio = times[-1]["median"] / times[-2]["median"]
     title = (
-        f"The split-KV schedule, made in parallel, takes {number(times[-2]['median'])} us at batch "
+        f"The split-KV schedule, made in parallel, takes {short(times[-2]['median'])} us at batch "
         f"{rows[-1]['batch']};\none thread takes {number(ratio)} times as long (8 K tokens a request, 132 parts)"
     )
     unit = "microseconds a call, in a CUDA graph (line: quartiles)"
-    return _bars(title, names, times, unit, [OURS, OTHERS] * len(rows))
+    return bars(title, names, times, unit, [OURS, OTHERS] * len(rows))
 
 
 def _host(results: dict[str, Any]) -> Any:
@@ -215,7 +158,7 @@ def _host(results: dict[str, Any]) -> Any:
         f"a gather of the same tables {number(gather)} us\n(green: ours, red: without it)"
     )
     unit = "microseconds on the host for a step's metadata (line: quartiles)"
-    return _bars(title, list(times), list(times.values()), unit, colors)
+    return bars(title, list(times), list(times.values()), unit, colors)
 
 
 WAY_LABELS = {"host read": ("host read", HOST), "device, eager": ("device, eager", OTHERS),
@@ -230,7 +173,7 @@ def _steps(results: dict[str, Any]) -> Any:
     first = steps[0]
     less = 1 - first["ratios"]["in the captured step/host read"]["median"]
     over = first["ratios"]["in the captured step/frozen"]["median"] - 1
-    figure, axes = _axes(
+    figure, axes = make_axes(
         f"{first['name']}: captured, it takes {less:.0%} less time a token than with a host read,\n"
         f"and {abs(over):.1%} {'more' if over > 0 else 'less'} than with metadata that costs nothing",
         height=0.42 * len(steps) + 1.9,
@@ -238,12 +181,13 @@ def _steps(results: dict[str, Any]) -> Any:
     most = 1.0
     for row, step in enumerate(steps):
         bound = step["times"]["frozen"]["median"]
-        for number_, (way, (label, color)) in enumerate(WAY_LABELS.items()):
+        for place, (way, (label, color)) in enumerate(WAY_LABELS.items()):
             at = step["times"][way]["median"] / bound
             most = max(most, at)
             axes.plot(at, row, "o", ms=9, color=color)
             if row == 0:
-                axes.annotate(label, (at, row), (0, (10, 22, 10)[number_]), textcoords="offset points", ha="center",
+                # To the right of its mark, so that none crosses the line at 1.
+                axes.annotate(label, (at, row), (-5, (10, 24, 10)[place]), textcoords="offset points", ha="left",
                               color=color, fontsize=10, annotation_clip=False)  # fmt: skip
     axes.axvline(1, color="black", lw=1)
     axes.set_yticks(range(len(steps)), [f"{s['name']} ({number(s['times']['frozen']['median'])} us)" for s in steps])
