@@ -433,7 +433,7 @@ def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match="swa_page_table and full_to_swa go together"):
         sglang.build_trtllm_mha_page_table(pool, rows, lens, full, PS, full_to_swa=TOKEN_MAP)
     both = {"full_to_swa_index_mapping": TOKEN_MAP, "swa_v2p": TOKEN_MAP}
-    with pytest.raises(ValueError, match=r"exactly one of full_to_swa and swa_page_map .* got both"):
+    with pytest.raises(ValueError, match=r"exactly one of full_to_swa_index_mapping and swa_v2p .* got both"):
         sglang.normal_decode_set_metadata(lengths, sums, full, pool, rows, 7, lens, 0, PS, table("cpu"), **both)
     with pytest.raises(ValueError, match="kv_indices_ptr_stride must be the row stride of kv_indices_ptr, 12, got 7"):
         sglang.create_flashmla_kv_indices_triton[(1,)](pool, rows, lens, None, full, pool.stride(0), WIDTH, 4)

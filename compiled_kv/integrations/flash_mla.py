@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INTS, Sizes
+from compiled_kv.checks import INT32, INTS, Sizes, check_int
 from compiled_kv.layout import ceil_div
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.rows_cpu import floor_div
-from compiled_kv.schedules import flashmla_schedule
+from compiled_kv.schedules import COLUMNS, flashmla_schedule
 
 BLOCK_SIZE = 64
 KINDS = ("dense_sm90", "sparse_sm90", "sparse_sm100")
@@ -32,7 +32,12 @@ def num_sm_parts(kind: str, *, num_sms: int, num_heads_q: int, num_heads_k: int 
         num_sms: multiprocessors of the device.
         num_heads_q, num_heads_k: heads of queries and of the cache.
         q_len: queries a request.
+
+    Raises:
+        TypeError, ValueError: another kind; a count that is no int, or below 1; fewer heads of queries than of keys.
     """
+    _check_counts(num_sms=num_sms, num_heads_q=num_heads_q, num_heads_k=num_heads_k, q_len=q_len)
+    check_int("num_heads_q", num_heads_q, num_heads_k)
     if kind == "dense_sm90":
         return max(num_sms // num_heads_k // ceil_div(q_len * num_heads_q // num_heads_k, BLOCK_SIZE), 1)
     if kind == "sparse_sm90":
@@ -40,6 +45,11 @@ def num_sm_parts(kind: str, *, num_sms: int, num_heads_q: int, num_heads_k: int 
     if kind == "sparse_sm100":
         return max(num_sms // q_len, 1)
     raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        check_int(name, count, 1)
 
 
 def sparse_lengths(
@@ -94,9 +104,13 @@ def get_mla_metadata(
 
     Returns:
         (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [B + 1]).
+
+    Raises:
+        TypeError, ValueError: a count is no int or below 1; or as `compiled_kv.flashmla_schedule`.
     """
     if num_sms is None:
         num_sms = torch.cuda.get_device_properties(cache_seqlens.device).multi_processor_count
+    _check_counts(num_heads_per_head_k=num_heads_per_head_k, num_heads_k=num_heads_k, num_sms=num_sms)
     parts = max(num_sms // num_heads_k // ceil_div(num_heads_per_head_k, BLOCK_SIZE), 1)
     return flashmla_schedule(cache_seqlens, num_sm_parts=parts, form="legacy_tokens")
 
@@ -109,13 +123,14 @@ def fill_schedule(schedule: Any, tile_scheduler_metadata: Tensor, num_splits: Te
 
     Raises:
         TypeError: this release's object has no such fields: leave the schedule to its first call.
-        ValueError: a call has filled the object already.
+        TypeError, ValueError: a call has filled the object already, or the tensors are no schedule.
     """
     missing = [f for f in ("tile_scheduler_metadata", "num_splits") if not hasattr(schedule, f)]
     if missing:
         raise TypeError(f"schedule must have the fields that FlashMLA fills, got none named {' or '.join(missing)}")
     if getattr(schedule, "have_initialized", False):
         raise ValueError("schedule must not have been through a call, got one whose have_initialized is True")
+    _check_schedule("tile_scheduler_metadata", tile_scheduler_metadata, num_splits)
     schedule.tile_scheduler_metadata, schedule.num_splits = tile_scheduler_metadata, num_splits
     return schedule
 
@@ -133,14 +148,29 @@ def decode_arguments(
 
     Returns:
         block_table int32 [B, P], cache_seqlens int32 [B], tile_scheduler_metadata and num_splits.
+
+    Raises:
+        TypeError, ValueError: another page size; or tensors that are no schedule of this batch.
     """
     if page_size != BLOCK_SIZE:
         raise ValueError(f"page_size must be {BLOCK_SIZE} for FlashMLA, got {page_size}")
     if isinstance(schedule, Tensor) != isinstance(num_splits, Tensor):
         raise ValueError("num_splits goes with a tensor schedule, and an object brings its own")
+    if num_splits is not None:
+        _check_schedule("schedule", schedule, num_splits, metadata.cache_seqlens.shape[0])
     return {
         "block_table": metadata.page_table,
         "cache_seqlens": metadata.cache_seqlens,
         "tile_scheduler_metadata": schedule,
         "num_splits": num_splits,
     }
+
+
+def _check_schedule(name: str, schedule: Tensor, num_splits: Tensor, batch_size: int | None = None) -> None:
+    """Refuse what is no schedule, or that of another batch."""
+    sizes = Sizes()
+    sizes.named["columns"] = COLUMNS
+    if batch_size is not None:
+        sizes.named["B+1"] = batch_size + 1
+    sizes.check(name, schedule, INT32, "num_sm_parts", "columns")
+    sizes.check("num_splits", num_splits, INT32, "B+1")

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple, check_width
 from compiled_kv.csr import FIELDS, Csr, csr_tables
+from compiled_kv.integrations.layouts import worded
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.metadata_parts import DecodeMetadata
@@ -25,6 +26,7 @@ from compiled_kv.token_positions import place_tokens_
 MLA_TOKEN_ALIGNMENT = 128
 
 
+@worded(pool="req_to_token", kv_lens="seq_lens")
 def plan_arguments(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, layout: KVLayout,
     num_reqs: Tensor | None = None, capacity: int | None = None, out: Csr | None = None,
@@ -63,9 +65,12 @@ def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayou
         qo_indptr int32 [B + 1], kv_indptr, kv_indices, kv_len_arr int32 [B] and page_size.
 
     Raises:
-        TypeError, ValueError: `tables` is not three tensors, or its kv_indices are int64.
+        TypeError, ValueError: `tables` is not three tensors, its kv_indices are int64, or it has other rows.
     """
     _check_tables("tables", tables)
+    sizes = Sizes()
+    sizes.named["B+1"] = metadata.cache_seqlens.shape[0] + 1
+    sizes.check("kv_indptr", tables[0], INT32, "B+1")
     return {
         "qo_indptr": metadata.cu_seqlens_q,
         "kv_indptr": tables[0],
@@ -150,14 +155,16 @@ def trtllm_decode_arguments(metadata: DecodeMetadata, *, layout: KVLayout, swa: 
         block_tables int32 [B, P], contiguous, seq_lens int32 [B] and max_seq_len.
 
     Raises:
-        ValueError: there is no such table, or its rows lie further apart than they are wide, which the kernels do not
-            ask about.
+        ValueError: there is no such table, it is narrower than the layout's, or its rows lie further apart than they
+            are wide: the kernels do not ask.
     """
     table = metadata.swa_page_table if swa else metadata.page_table
     if table is None:
         raise ValueError("metadata.swa_page_table must be a tensor where swa is True, got None")
+    name = f"metadata.{'swa_' * swa}page_table"
+    check_width(name, table.shape[1], layout.max_num_pages, "columns")
     if not table.is_contiguous():
-        raise ValueError(f"metadata.{'swa_' * swa}page_table must be contiguous, got strides {list(table.stride())}")
+        raise ValueError(f"{name} must be contiguous, got strides {list(table.stride())}")
     return {"block_tables": table, "seq_lens": metadata.cache_seqlens, "max_seq_len": layout.max_seqlen_k}
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from compiled_kv.checks import INT32, check_int, check_tuple
 from compiled_kv.draft_indices import draft_kv_indices
-from compiled_kv.integrations.layouts import Subscripted, check_batch, check_stride, layout_of
+from compiled_kv.integrations.layouts import Subscripted, check_stride, first, first_rows, layout_of, worded
+from compiled_kv.lengths import UNBOUNDED
 
 
+@worded(pool="req_to_token", seq_lens="paged_kernel_lens", page_map="v2p", window="window_size", sinks="sink_size")
 def _generate(
     grid: tuple[int, ...], req_pool_indices: Tensor, req_to_token: Tensor, paged_kernel_lens: Tensor,
     kv_indices: Tensor, kv_indptr: Tensor, positions: Tensor, row_stride: int, kv_indices_stride: int,
@@ -35,12 +38,18 @@ def _generate(
         raise ValueError("v2p must be given where TRANSLATE is True, got None")
     check_stride("row_stride", row_stride, req_to_token, "req_to_token")
     check_stride("kv_indices_stride", kv_indices_stride, kv_indices, "kv_indices")
-    check_stride("kv_indptr_stride", kv_indptr_stride, kv_indptr, "kv_indptr")
+    check_stride("kv_indptr_stride", kv_indptr_stride, kv_indptr, "kv_indptr", INT32)
+    check_tuple("grid", grid, ("steps", "bs", "topk"))
+    check_int("NUM_STEPS", NUM_STEPS, 0)
+    check_int("ENTRY_PAGE_SIZE", ENTRY_PAGE_SIZE, 1, UNBOUNDED)
     steps, bs, topk = NUM_STEPS or grid[0], grid[1], grid[2]
-    check_batch("grid[1]", bs, req_pool_indices)
+    rows = first_rows("grid[1]", bs, "req_pool_indices", req_pool_indices)
+    check_int("grid[0]", steps, 1, UNBOUNDED)
+    check_int("grid[2]", topk, 1, UNBOUNDED)
     draft_kv_indices(
-        req_to_token, req_pool_indices[:bs], paged_kernel_lens[:bs], num_steps=steps, topk=topk,
-        layout=layout_of(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE), positions=positions[: bs * topk],
+        req_to_token, rows, first("paged_kernel_lens", paged_kernel_lens, bs), num_steps=steps, topk=topk,
+        layout=layout_of(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE),
+        positions=first("positions", positions, bs * topk),
         page_map=v2p if TRANSLATE else None, entry_page_size=ENTRY_PAGE_SIZE, window=window_size, sinks=sink_size,
         out=(kv_indptr, kv_indices), tail="keep",
     )  # fmt: skip

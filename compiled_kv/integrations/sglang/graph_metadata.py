@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from compiled_kv.checks import INT32, INTS, Sizes, check_int
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
-from compiled_kv.integrations.layouts import check_batch, layout_of
+from compiled_kv.integrations.layouts import first, first_rows, layout_of, width_of, worded
+from compiled_kv.lengths import UNBOUNDED
 
 Q_NONE, Q_CUMSUM, Q_STRIDED = range(3)
 
 
+@worded(
+    seq_len_delta="seqlen_offset", q_len="qlens", slots="out_cache_loc", full_to_swa="swa_mapping",
+    swa_slot_mapping="swa_out_cache_loc",
+)  # fmt: skip
 def update_trtllm_mha_graph_metadata(
     *, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, bs: int, seqlen_offset: int,
     max_seq_pages: int, page_size: int, cache_seqlens: Tensor, cu_seqlens_k: Tensor, page_table: Tensor | None,
@@ -33,15 +39,24 @@ def update_trtllm_mha_graph_metadata(
         cu_seqlens_q: int32 [bs + 1]: untouched in mode 0, sums of `qlens` [bs] in mode 1, multiples of `q_stride` in 2.
         skip_page_table: leave both tables alone.
     """
+    check_int("bs", bs, 0)
     if q_mode not in (Q_NONE, Q_CUMSUM, Q_STRIDED):
         raise ValueError(f"q_mode must be 0, 1 or 2, got {q_mode}")
-    if q_mode == Q_CUMSUM and qlens is None:
-        raise ValueError("qlens must be given where q_mode is 1, got None")
     if q_mode != Q_NONE and cu_seqlens_q is None:
         raise ValueError(f"cu_seqlens_q must be given where q_mode is {q_mode}, got None")
+    queries: int | Tensor = 0
+    if q_mode == Q_CUMSUM:
+        if qlens is None:
+            raise ValueError("qlens must be given where q_mode is 1, got None")
+        queries = first("qlens", qlens, bs)
+    elif q_mode == Q_STRIDED:
+        check_int("q_stride", q_stride, 0, UNBOUNDED)
+        queries = q_stride
+    if not skip_page_table:
+        _check_map("swa_mapping", swa_mapping, swa_page_table, bs)
     _write(
-        req_to_token, req_pool_indices, seq_lens, bs, page_size, max_seq_pages, seqlen_offset,
-        q_len=q_stride if q_mode != Q_CUMSUM else qlens, slots=out_cache_loc, full_to_swa=swa_mapping,
+        req_to_token, req_pool_indices, seq_lens, bs, page_size, max_seq_pages, seqlen_offset, q_len=queries,
+        slots=out_cache_loc, full_to_swa=swa_mapping,
         out=EngineMetadata(
             cache_seqlens, cu_seqlens_q if q_mode != Q_NONE else None, cu_seqlens_k,
             None if skip_page_table else page_table, None if skip_page_table else swa_page_table, swa_out_cache_loc,
@@ -49,6 +64,7 @@ def update_trtllm_mha_graph_metadata(
     )  # fmt: skip
 
 
+@worded(seq_len_delta="seqlen_offset", page_table="block_kv_indices", cache_seqlens="seq_lens_k")
 def update_trtllm_mla_graph_metadata(
     *, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, block_kv_indices: Tensor, bs: int,
     seqlen_offset: int, page_size: int, seq_lens_k: Tensor | None = None,
@@ -61,10 +77,14 @@ def update_trtllm_mla_graph_metadata(
         seq_lens_k: int32 [bs].
     """
     out = EngineMetadata(cache_seqlens=seq_lens_k, page_table=block_kv_indices)
-    width = block_kv_indices.shape[1]
+    width = width_of("block_kv_indices", block_kv_indices, INT32)
     _write(req_to_token, req_pool_indices, seq_lens, bs, page_size, width, seqlen_offset, out=out)
 
 
+@worded(
+    cache_seqlens="cache_seqlens_int32", full_to_swa="full_to_swa_index_mapping", page_map="full_v2p",
+    swa_page_map="swa_v2p", bs="the length of seq_lens",
+)  # fmt: skip
 def normal_decode_set_metadata(
     cache_seqlens_int32: Tensor, cu_seqlens_k: Tensor, page_table: Tensor | None, req_to_token: Tensor,
     req_pool_indices: Tensor, max_seq_pages: int, seq_lens: Tensor, seq_len_delta: int, page_size: int,
@@ -87,11 +107,15 @@ def normal_decode_set_metadata(
         page_table = swa_page_table = None
     tables = EngineMetadata(cache_seqlens_int32, None, cu_seqlens_k, page_table, swa_page_table)
     _write(
-        req_to_token, req_pool_indices, seq_lens, seq_lens.shape[0], page_size, max_seq_pages, seq_len_delta,
+        req_to_token, req_pool_indices, seq_lens, _size_of(seq_lens), page_size, max_seq_pages, seq_len_delta,
         full_to_swa=full_to_swa_index_mapping, page_map=full_v2p, swa_page_map=swa_v2p, clear=zero_tail, out=tables,
     )  # fmt: skip
 
 
+@worded(
+    cache_seqlens="cache_seqlens_int32", q_len="extend_seq_lens", slots="out_cache_loc",
+    full_to_swa="full_to_swa_index_mapping", swa_slot_mapping="swa_out_cache_loc", bs="the length of seq_lens",
+)  # fmt: skip
 def draft_extend_set_metadata(
     cache_seqlens_int32: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, page_table: Tensor, req_to_token: Tensor,
     req_pool_indices: Tensor, seq_lens: Tensor, extend_seq_lens: Tensor, page_size: int,
@@ -108,29 +132,42 @@ def draft_extend_set_metadata(
         out_cache_loc: int [n], translated into swa_out_cache_loc, int64 [n], those of padded rows too.
     """
     out = EngineMetadata(cache_seqlens_int32, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_out_cache_loc)
-    bs, width = seq_lens.shape[0], page_table.shape[1]
+    bs, width = _size_of(seq_lens), width_of("page_table", page_table, INT32)
+    _check_map("full_to_swa_index_mapping", full_to_swa_index_mapping, swa_page_table, bs)
     _write(
-        req_to_token, req_pool_indices, seq_lens, bs, page_size, width, 0, q_len=extend_seq_lens, slots=out_cache_loc,
+        req_to_token, req_pool_indices, seq_lens, bs, page_size, width, 0,
+        q_len=first("extend_seq_lens", extend_seq_lens, bs), slots=out_cache_loc,
         full_to_swa=full_to_swa_index_mapping, out=out,
     )  # fmt: skip
 
 
+def _size_of(seq_lens: Tensor) -> int:
+    Sizes().check("seq_lens", seq_lens, INTS, "bs")
+    return seq_lens.shape[0]
+
+
+def _check_map(name: str, token_map: Tensor | None, swa_page_table: Tensor | None, bs: int) -> None:
+    if token_map is None and swa_page_table is not None and bs > 0:
+        raise ValueError(f"{name} must be given where swa_page_table is, got None")
+
+
 def _write(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, bs: int, page_size: int, width: int, delta: int,
-    *, out: EngineMetadata, q_len: int | Tensor | None = 0, slots: Tensor | None = None,
+    *, out: EngineMetadata, q_len: int | Tensor = 0, slots: Tensor | None = None,
     full_to_swa: Tensor | None = None, page_map: Tensor | None = None, swa_page_map: Tensor | None = None,
     clear: bool = False,
 ) -> None:  # fmt: skip
     """The first `bs` rows and `width` columns, through the operator."""
-    check_batch("bs", bs, req_pool_indices)
+    rows = first_rows("bs", bs, "req_pool_indices", req_pool_indices)
     if bs == 0:
         return
     # A step without tables is not bound by their width.
     columns = None if out.page_table is None else width
-    bounds = (req_to_token.shape[1],) if columns is None else (req_to_token.shape[1], columns * page_size)
+    if columns is not None:
+        check_int("max_seq_pages", columns, 0)
+    layout = layout_of(page_size, width_of("req_to_token", req_to_token), columns)
     write_metadata(
-        req_to_token, req_pool_indices[:bs], seq_lens[:bs], out, layout=layout_of(page_size, *bounds),
-        seq_len_delta=delta, q_len=q_len[:bs] if isinstance(q_len, Tensor) else q_len or 0, slots=slots,
-        full_to_swa=full_to_swa, page_map=page_map, swa_page_map=swa_page_map, width=columns,
+        req_to_token, rows, first("seq_lens", seq_lens, bs), out, layout=layout, seq_len_delta=delta, q_len=q_len,
+        slots=slots, full_to_swa=full_to_swa, page_map=page_map, swa_page_map=swa_page_map, width=columns,
         tail="clear" if clear else "keep",
     )  # fmt: skip

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from compiled_kv.checks import check_int
 from compiled_kv.csr import fill_kv_indices
-from compiled_kv.integrations.layouts import Subscripted, check_batch, check_stride, layout_of
+from compiled_kv.integrations.layouts import Subscripted, check_stride, first, first_rows, layout_of, worded
 from compiled_kv.layout import ceil_div
+from compiled_kv.lengths import UNBOUNDED
 
 TOKENS_A_BLOCK, MOST_PROGRAMS = 8192, 512
 
@@ -16,6 +18,10 @@ def kv_indices_num_token_blocks(max_width: int, base_programs: int) -> int:
     return max(1, min(ceil_div(max_width, TOKENS_A_BLOCK), MOST_PROGRAMS // max(1, base_programs)))
 
 
+@worded(
+    pool="req_to_token_ptr", req_pool_indices="req_pool_indices_ptr", kv_lens="page_kernel_lens_ptr",
+    kv_start="kv_start_idx", kv_indices="kv_indices_ptr", token_map="token_mapping",
+)  # fmt: skip
 def _create_flashinfer_kv_indices(
     grid: tuple[int, ...], req_to_token_ptr: Tensor, req_pool_indices_ptr: Tensor, page_kernel_lens_ptr: Tensor,
     kv_indptr: Tensor, kv_start_idx: Tensor | None, kv_indices_ptr: Tensor, req_to_token_ptr_stride: int,
@@ -35,12 +41,14 @@ def _create_flashinfer_kv_indices(
         token_mapping: int [N], slots to slots, looked up last; a negative slot stays -1.
     """
     check_stride("req_to_token_ptr_stride", req_to_token_ptr_stride, req_to_token_ptr, "req_to_token_ptr")
-    bs, tokens = grid[0], req_to_token_ptr.shape[1] * ENTRY_PAGE_SIZE
-    check_batch("grid[0]", bs, req_pool_indices_ptr)
+    check_int("ENTRY_PAGE_SIZE", ENTRY_PAGE_SIZE, 1, UNBOUNDED)
+    bs = grid[0]
     fill_kv_indices(
-        req_to_token_ptr, req_pool_indices_ptr[:bs], page_kernel_lens_ptr[:bs], kv_indptr[: bs + 1], kv_indices_ptr,
-        None if kv_start_idx is None else kv_start_idx[:bs], layout=layout_of(1, tokens),
-        entry_page_size=ENTRY_PAGE_SIZE, token_map=token_mapping,
+        req_to_token_ptr, first_rows("grid[0]", bs, "req_pool_indices_ptr", req_pool_indices_ptr),
+        first("page_kernel_lens_ptr", page_kernel_lens_ptr, bs), first("kv_indptr", kv_indptr, bs + 1), kv_indices_ptr,
+        None if kv_start_idx is None else first("kv_start_idx", kv_start_idx, bs),
+        layout=layout_of(1, req_to_token_ptr.shape[1] * ENTRY_PAGE_SIZE), entry_page_size=ENTRY_PAGE_SIZE,
+        token_map=token_mapping,
     )  # fmt: skip
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from compiled_kv.checks import INT32, check_int
 from compiled_kv.engine_metadata import EngineMetadata, write_metadata
-from compiled_kv.integrations.layouts import Subscripted, check_batch, check_stride, layout_of
+from compiled_kv.integrations.layouts import (
+    Subscripted,
+    check_stride,
+    first,
+    first_rows,
+    layout_of,
+    width_of,
+    worded,
+)
 from compiled_kv.layout import ceil_div
 from compiled_kv.page_tables import flashmla_kv_indices
 
 TOKENS_A_PROGRAM = 4096
 
 
+@worded(seq_lens="cache_seqlens")
 def build_trtllm_mha_page_table(
     req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, page_table: Tensor, page_size: int,
     swa_page_table: Tensor | None = None, full_to_swa: Tensor | None = None,
@@ -29,15 +39,21 @@ def build_trtllm_mha_page_table(
     if (swa_page_table is None) != (full_to_swa is None):
         raise ValueError("swa_page_table and full_to_swa go together, got one of them")
     out = EngineMetadata(page_table=page_table, swa_page_table=swa_page_table)
-    layout = layout_of(page_size, req_to_token.shape[1], page_table.shape[1] * page_size)
+    width = width_of("page_table", page_table, INT32)
+    layout = layout_of(page_size, width_of("req_to_token", req_to_token), width)
     write_metadata(req_to_token, req_pool_indices, cache_seqlens, out, layout=layout, full_to_swa=full_to_swa)
 
 
 def get_num_kv_index_blocks_flashmla(max_blocks: int, page_size: int) -> int:
     """Programs a row in the grid of `create_flashmla_kv_indices_triton`, for tables `max_blocks` wide."""
+    check_int("page_size", page_size, 1, TOKENS_A_PROGRAM)
     return ceil_div(max_blocks, TOKENS_A_PROGRAM // page_size)
 
 
+@worded(
+    req_to_token="req_to_token_ptr", req_pool_indices="req_pool_indices_ptr", kv_lens="page_kernel_lens_ptr",
+    kv_start="kv_start_idx", out="kv_indices_ptr", page_size="PAGED_SIZE",
+)  # fmt: skip
 def _create_flashmla_kv_indices(
     grid: tuple[int, ...], req_to_token_ptr: Tensor, req_pool_indices_ptr: Tensor, page_kernel_lens_ptr: Tensor,
     kv_start_idx: Tensor | None, kv_indices_ptr: Tensor, req_to_token_ptr_stride: int, kv_indices_ptr_stride: int,
@@ -53,13 +69,13 @@ def _create_flashmla_kv_indices(
         req_to_token_ptr_stride, kv_indices_ptr_stride: row strides of the two, for the kernel's sake.
     """
     check_stride("req_to_token_ptr_stride", req_to_token_ptr_stride, req_to_token_ptr, "req_to_token_ptr")
-    check_stride("kv_indices_ptr_stride", kv_indices_ptr_stride, kv_indices_ptr, "kv_indices_ptr")
+    check_stride("kv_indices_ptr_stride", kv_indices_ptr_stride, kv_indices_ptr, "kv_indices_ptr", INT32)
     bs = grid[0]
-    check_batch("grid[0]", bs, req_pool_indices_ptr)
     flashmla_kv_indices(
-        req_to_token_ptr, req_pool_indices_ptr[:bs], page_kernel_lens_ptr[:bs],
-        None if kv_start_idx is None else kv_start_idx[:bs], out=kv_indices_ptr, tail="keep",
-        layout=layout_of(PAGED_SIZE, req_to_token_ptr.shape[1], kv_indices_ptr.shape[1] * PAGED_SIZE),
+        req_to_token_ptr, first_rows("grid[0]", bs, "req_pool_indices_ptr", req_pool_indices_ptr),
+        first("page_kernel_lens_ptr", page_kernel_lens_ptr, bs),
+        None if kv_start_idx is None else first("kv_start_idx", kv_start_idx, bs), out=kv_indices_ptr, tail="keep",
+        layout=layout_of(PAGED_SIZE, req_to_token_ptr.shape[1], kv_indices_ptr.shape[1]),
     )  # fmt: skip
 
 

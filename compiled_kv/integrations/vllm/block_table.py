@@ -10,11 +10,12 @@ from torch import Tensor
 
 from compiled_kv.checks import check_int
 from compiled_kv.group_slots import group_slot_mappings
+from compiled_kv.integrations.layouts import first, worded
 from compiled_kv.integrations.vllm.block_tables import (
     PAD_SLOT_ID,
     check_interleave,
     kernel_blocks,
-    map_to_kernel_blocks,
+    kernel_ids,
 )
 from compiled_kv.lengths import UNBOUNDED
 
@@ -54,6 +55,9 @@ class BlockTable(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_int("block_size", block_size, 1, UNBOUNDED)
+        for name, count in (("max_num_reqs", max_num_reqs), ("max_num_blocks_per_req", max_num_blocks_per_req),
+                            ("max_num_batched_tokens", max_num_batched_tokens)):  # fmt: skip
+            check_int(name, count, 0)
         size = block_size if kernel_block_size is None else kernel_block_size
         self.blocks_per_kv_block = kernel_blocks(block_size, size, "kernel_block_size")
         check_int("cp_size", cp_size, 1, UNBOUNDED)
@@ -132,6 +136,7 @@ class BlockTable(torch.nn.Module):
         self._check_batch(num_reqs)
         self.block_table[:num_reqs].copy_(self.host[:num_reqs], non_blocking=self.host.is_pinned())
 
+    @worded(cu_seqlens_q="query_start_loc", out="slot_mapping")
     def compute_slot_mapping(self, num_reqs: int, query_start_loc: Tensor, positions: Tensor) -> None:
         """Write the slot of each token; `PAD_SLOT_ID` behind them to the end of `slot_mapping`, and on other ranks.
 
@@ -147,13 +152,14 @@ class BlockTable(torch.nn.Module):
         self._check_batch(num_reqs)
         if self.slot_mapping_enabled:
             group_slot_mappings(
-                self.block_table[None], self.kernel_block_sizes, self.rows[:num_reqs], query_start_loc[: num_reqs + 1],
-                positions, sharded=self.sharded, cp_size=self.cp_size, cp_rank=self.cp_rank,
-                cp_interleave=self.cp_interleave, out=self.slot_mappings,
+                self.block_table[None], self.kernel_block_sizes, self.rows[:num_reqs],
+                first("query_start_loc", query_start_loc, num_reqs + 1), positions, sharded=self.sharded,
+                cp_size=self.cp_size, cp_rank=self.cp_rank, cp_interleave=self.cp_interleave, out=self.slot_mappings,
             )  # fmt: skip
 
     def get_device_tensor(self, num_reqs: int) -> Tensor:
         """The committed table's first rows, int32 [num_reqs, W]."""
+        self._check_batch(num_reqs)
         return self.block_table[:num_reqs]
 
     def get_cpu_tensor(self) -> Tensor:
@@ -165,7 +171,7 @@ class BlockTable(torch.nn.Module):
         return self.host.numpy()
 
     def _put(self, block_ids: Sequence[int], row: int, start: int) -> None:
-        ids = map_to_kernel_blocks(block_ids, self.blocks_per_kv_block)
+        ids = kernel_ids("block_ids", block_ids, self.blocks_per_kv_block)
         end = start + len(ids)
         if end > self.host.shape[1]:
             raise RuntimeError(f"row {row} needs {end} blocks, has {self.host.shape[1]}")

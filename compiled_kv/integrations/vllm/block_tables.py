@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.checks import check_int
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int
 from compiled_kv.group_slots import group_slot_mappings
-from compiled_kv.layout import ceil_div
+from compiled_kv.integrations.layouts import worded
+from compiled_kv.layout import INT32_MAX, ceil_div
 from compiled_kv.lengths import UNBOUNDED
 
 PAD_SLOT_ID = PADDING_SLOT_ID = -1
@@ -20,6 +23,9 @@ NULL_BLOCK_ID = 0
 
 def get_block_table_width(max_num_blocks: int, block_size: int, token_alignment: int = 128) -> int:
     """`max_num_blocks` rounded up so that a row of the table covers a multiple of `token_alignment` tokens."""
+    check_int("max_num_blocks", max_num_blocks, 0)
+    check_int("block_size", block_size, 1)
+    check_int("token_alignment", token_alignment, 1)
     step = token_alignment // math.gcd(token_alignment, block_size)
     return ceil_div(max_num_blocks, step) * step
 
@@ -27,6 +33,22 @@ def get_block_table_width(max_num_blocks: int, block_size: int, token_alignment:
 def map_to_kernel_blocks(block_ids: Sequence[int], blocks_per_kv_block: int) -> list[int]:
     """Ids of the smaller blocks that a kernel reads, `blocks_per_kv_block` for each block of the manager."""
     return [block * blocks_per_kv_block + i for block in block_ids for i in range(blocks_per_kv_block)]
+
+
+def kernel_ids(name: str, block_ids: Sequence[Any], blocks_per_kv_block: int) -> list[int]:
+    """`map_to_kernel_blocks` of ids that a table of int32 holds as they are; NumPy's ints will do."""
+    most = INT32_MAX // blocks_per_kv_block
+    for i, block in enumerate(block_ids):
+        if type(block) is not int or abs(block) > most:
+            check_int(f"{name}[{i}]", index(block) if isinstance(block, SupportsIndex) else block, -most, most)
+    return map_to_kernel_blocks(block_ids, blocks_per_kv_block)
+
+
+def _check_groups(groups: int, **given: Sequence[object] | None) -> None:
+    """Refuse settings that are not one for each group."""
+    for name, values in given.items():
+        if values is not None and len(values) != groups:
+            raise ValueError(f"{name} must hold {groups} entries, one a group, got {len(values)}")
 
 
 def kernel_blocks(block_size: int, kernel_block_size: int, name: str = "kernel_block_sizes") -> int:
@@ -85,6 +107,16 @@ class BlockTables(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         groups = len(block_sizes)
+        _check_groups(
+            groups, max_num_blocks_per_group=max_num_blocks_per_group, slot_mapping_enabled=slot_mapping_enabled,
+            dcp_sharded=dcp_sharded, sliding_window_reach=sliding_window_reach, kernel_block_sizes=kernel_block_sizes,
+        )  # fmt: skip
+        check_int("max_num_reqs", max_num_reqs, 0)
+        check_int("max_num_batched_tokens", max_num_batched_tokens, 0)
+        for name, values in (("block_sizes", block_sizes), ("max_num_blocks_per_group", max_num_blocks_per_group),
+                             ("sliding_window_reach", sliding_window_reach or ())):  # fmt: skip
+            for i, value in enumerate(values):
+                check_int(f"{name}[{i}]", value, int(name == "block_sizes"), UNBOUNDED)
         sizes = list(kernel_block_sizes or block_sizes)
         self.blocks_per_kv_block = [
             kernel_blocks(size, kernel) for size, kernel in zip(block_sizes, sizes, strict=True)
@@ -143,7 +175,7 @@ class BlockTables(torch.nn.Module):
         staged = []
         for group, ids in enumerate(new_block_ids):
             start = 0 if overwrite else self._counts[group][req_index]
-            ids = map_to_kernel_blocks(ids, self.blocks_per_kv_block[group])
+            ids = kernel_ids(f"new_block_ids[{group}]", ids, self.blocks_per_kv_block[group])
             if start + len(ids) > self.widths[group]:
                 raise RuntimeError(
                     f"request {req_index} needs {start + len(ids)} blocks in group {group}, has {self.widths[group]}"
@@ -166,6 +198,7 @@ class BlockTables(torch.nn.Module):
         self.num_blocks.index_put_(tuple(rows[:2]), rows[2].int())
         self._staged.clear()
 
+    @worded(req_pool_indices="idx_mapping")
     def gather_block_tables(
         self, idx_mapping: Tensor, num_reqs_padded: int, out: Tensor | None = None,
         num_computed_tokens: Tensor | None = None,
@@ -179,6 +212,10 @@ class BlockTables(torch.nn.Module):
             out: int32 [G, N, widest], N >= num_reqs_padded, in place of the shared storage.
             num_computed_tokens: int [R]: blocks wholly below a group's reach become null, where cp_size is 1.
         """
+        sizes = Sizes()
+        sizes.check("idx_mapping", idx_mapping, INTS, "B")
+        if out is not None:
+            sizes.check("out", out, INT32, "G", "N", "W")
         check_int(
             "num_reqs_padded", num_reqs_padded, idx_mapping.shape[0], (self.inputs if out is None else out).shape[1]
         )
@@ -191,9 +228,11 @@ class BlockTables(torch.nn.Module):
 
     def get_dummy_block_tables(self, num_reqs: int) -> list[Tensor]:
         """The shared storage with null blocks all over, [num_reqs, width] for each group."""
+        check_int("num_reqs", num_reqs, 0, self.inputs.shape[1])
         self.inputs.zero_()
         return [table[:num_reqs] for table in self.input_block_tables]
 
+    @worded(req_pool_indices="idx_mapping", cu_seqlens_q="query_start_loc")
     def compute_slot_mappings(
         self, idx_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, num_tokens_padded: int,
         out: Tensor | None = None,
@@ -206,6 +245,8 @@ class BlockTables(torch.nn.Module):
             positions: int [T], position of each token.
             out: int64 [G, N], N >= T, in place of the shared storage.
         """
+        if out is not None:
+            Sizes().check("out", out, INT64, "G", "N")
         into = self.slot_mappings if out is None else out
         check_int("num_tokens_padded", num_tokens_padded, 0, into.shape[-1])
         group_slot_mappings(
@@ -216,4 +257,5 @@ class BlockTables(torch.nn.Module):
 
     def get_dummy_slot_mappings(self, num_tokens: int) -> Tensor:
         """The shared storage with padding all over, [G, num_tokens]."""
+        check_int("num_tokens", num_tokens, 0, self.slot_mappings.shape[1])
         return self.slot_mappings.fill_(PAD_SLOT_ID)[:, :num_tokens]

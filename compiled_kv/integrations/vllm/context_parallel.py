@@ -26,7 +26,8 @@ def get_dcp_local_seq_lens(
         TypeError, ValueError: an argument's type, dtype, shape, device or range is wrong; the text names it.
     """
     sizes = Sizes()
-    sizes.check("seq_lens", seq_lens, INTS, *(f"D{dim}" for dim in range(seq_lens.ndim)))
+    dims = seq_lens.ndim if isinstance(seq_lens, Tensor) else 0
+    sizes.check("seq_lens", seq_lens, INTS, *(f"D{dim}" for dim in range(dims)))
     check_int("dcp_size", dcp_size, 1, UNBOUNDED)
     check_int("interleave", interleave, 1, UNBOUNDED)
     lengths = seq_lens.long()  # the products below may pass int32

@@ -6,8 +6,13 @@ from torch import Tensor
 
 from compiled_kv.checks import INT64, Sizes
 from compiled_kv.draft_steps import advance_draft_, check_in_place
+from compiled_kv.integrations.layouts import worded
 
 
+@worded(
+    positions="out_clamped_positions", block_table="block_table_tensor", slot_mapping="out_slot_mapping",
+    page_size="block_size", max_context_len="max_model_len", num_tokens="input_batch_size",
+)  # fmt: skip
 def eagle_step_update_slot_mapping_and_metadata(
     positions_1d: Tensor, block_table_tensor: Tensor, seq_lens: Tensor, block_size: int, max_model_len: int,
     out_clamped_positions: Tensor, out_slot_mapping: Tensor, input_batch_size: int | None = None,

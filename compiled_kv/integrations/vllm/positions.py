@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_kv.checks import INT64, INTS, Sizes, check_int
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int
+from compiled_kv.integrations.layouts import worded
 from compiled_kv.token_positions import place_tokens_
 
 
+@worded(
+    held="num_computed_tokens", positions="pos", cu_seqlens_q="query_start_loc", req_pool_indices="idx_mapping",
+)  # fmt: skip
 def prepare_pos_seq_lens(
     idx_mapping: Tensor, query_start_loc: Tensor, num_computed_tokens: Tensor, pos: Tensor, seq_lens: Tensor
 ) -> None:
@@ -30,6 +34,7 @@ def prepare_pos_seq_lens(
     sizes.check("idx_mapping", idx_mapping, INTS, "B")
     bounds = first_bounds(sizes, query_start_loc, idx_mapping.shape[0])
     sizes.check("pos", pos, INT64, "N")
+    sizes.check("seq_lens", seq_lens, INT32, "M")
     place_tokens_(pos, num_computed_tokens, bounds, req_pool_indices=idx_mapping, seq_lens=seq_lens)
 
 

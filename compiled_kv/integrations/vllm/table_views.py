@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_kv.checks import INTS, Sizes, check_int
 from compiled_kv.csr import fill_kv_indices
-from compiled_kv.integrations.layouts import layout_of
+from compiled_kv.integrations.layouts import layout_of, worded
 from compiled_kv.integrations.vllm.block_tables import NULL_BLOCK_ID
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.rows_cpu import floor_div, gather_rows, iota
@@ -58,6 +58,7 @@ def mamba_get_block_table_tensor(
     return torch.where(inside, blocks, NULL_BLOCK_ID).to(block_table.dtype)
 
 
+@worded(pool="block_table", kv_indptr="cu_num_tokens", kv_indices="out")
 def expand_page_indices(block_table: Tensor, cu_num_tokens: Tensor, out: Tensor, page_size: int) -> Tensor:
     """Write the index of every token of every row: `out[cu_num_tokens[b] + t]`; all other entries keep their values.
 
