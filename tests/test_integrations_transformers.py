@@ -353,6 +353,30 @@ def test_a_step_needs_the_cache_and_the_attention() -> None:
         DecodeStep(deeper, cache)
 
 
+BAD_STEPS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "flat-tokens": ({"token_ids": torch.zeros(2, dtype=torch.int64)}, ValueError, r"token_ids must be \[B, Q\], got"),
+    "tokens-in-a-list": ({"token_ids": [[1], [2]]}, TypeError, "token_ids must be a tensor, got list"),
+    "tokens-of-floats": ({"token_ids": torch.zeros(2, 1)}, TypeError, "token_ids must be int32 or int64, got float32"),
+    "rows-of-another-batch": ({"req_pool_indices": torch.zeros(3).long()}, ValueError, "req_pool_indices must be"),
+    "one-count-for-all": ({"q_lens": 1}, TypeError, "q_lens must be a tensor, got int"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_a_step_names_what_it_refuses_before_anything_is_written(case: str) -> None:
+    changes, error, text = BAD_STEPS[case]
+    model = build("llama")
+    cache = paged(model)
+    given = {
+        "token_ids": torch.ones(2, 1).long(),
+        "req_pool_indices": cache.reserve(2, 4),
+        "seq_lens": torch.ones(2).int(),
+    }
+    with pytest.raises(error, match=f"^{text}"):
+        DecodeStep(model, cache)(**given | changes)
+    assert not any(pool.data.any() for pools in cache.state.pools for pool in pools)
+
+
 def test_the_mask_follows_each_row() -> None:
     seen = paged_mask(2, 2, 5, q_offset=torch.tensor([2, -1]))
     assert seen.int().tolist() == [[[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]], [[[1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]]]

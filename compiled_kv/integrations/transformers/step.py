@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ...checks import check_int
+from ...checks import INTS, Sizes, check_int
 from ...models.state import Batch, PagedState, of_last_token
 from .cache import PagedCache
 from .layer import layers
@@ -59,7 +59,15 @@ class DecodeStep(PagedState):
 
         Returns:
             float [B, Q, vocab]; [B, 1, vocab] in a ragged step, of each row's last token.
+
+        Raises:
+            TypeError, ValueError: an argument's type, dtype, shape or device is wrong; the text names it.
         """
+        sizes = Sizes()
+        sizes.check("token_ids", token_ids, INTS, "B", "Q")
+        sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+        if q_lens is not None:
+            sizes.check("q_lens", q_lens, INTS, "B")
         q_max = token_ids.shape[1]
         batch = self.batch(q_max, req_pool_indices, seq_lens, num_reqs, q_lens, self.seq_len_delta)
         return self.logits(token_ids, batch, ragged=q_lens is not None)
