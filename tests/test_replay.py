@@ -222,6 +222,18 @@ def test_what_is_no_step_and_no_batch_is_refused_by_name() -> None:
             graphs()(batch)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", [[1], [], "story"])
+def test_what_is_no_scenario_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"^scenario must be a Scenario, got {type(given).__name__}$"):
+        check_replay(scenario=given, backend=None)
+
+
+def test_an_input_that_differs_from_the_scheduler_says_both_ways_it_can_come_about() -> None:
+    """A load that takes one length for another never had its copy overwritten."""
+    with pytest.raises(ReplayFault, match=r"late input .* before the device had read it, or loaded as something"):
+        check_replay(backend=None, attempts=0, buffers=FAULTS["staging-overwritten"].buffers)
+
+
 def test_a_wrong_output_says_how_much_of_it_is_wrong() -> None:
     calls = []
 

@@ -107,10 +107,12 @@ def check_replay(
     Raises:
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
         ValueError: a number is out of bounds, or a step has more requests than the largest bucket.
-        TypeError: `decode_step` cannot be called.
+        TypeError: `decode_step` cannot be called, or `scenario` is none.
     """
     check_callable(decode_step)
-    scenario = scenario or story(serving())
+    scenario = story(serving()) if scenario is None else scenario
+    if not isinstance(scenario, Scenario):
+        raise TypeError(f"scenario must be a Scenario, got {type(scenario).__name__}")
     if steps is not None:
         check_int("steps", steps, 0)
         scenario = scenario.first(steps)

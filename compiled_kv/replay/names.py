@@ -65,7 +65,7 @@ def _name_input(expected: Expected, found: dict[str, list[int]], wanted: dict[st
         return Difference("wrong generation", where)
     if name != "num_reqs" and i >= len(expected.rows) * (expected.serving.queries if name == "token_ids" else 1):
         return Difference("forgotten padding row", where)
-    return Difference("late input", f"{where}: the host's copy was overwritten before the device had read it")
+    return Difference("late input", f"{where}: overwritten before the device had read it, or loaded as something else")
 
 
 def _name_page(expected: Expected, name: str, i: int, p: int, found: Any, wanted: Any) -> Difference:
