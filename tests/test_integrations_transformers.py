@@ -353,6 +353,25 @@ def test_a_step_needs_the_cache_and_the_attention() -> None:
         DecodeStep(deeper, cache)
 
 
+def test_a_cache_of_another_model_is_refused_before_it_takes_a_page() -> None:
+    model, prompt = build("llama"), batch_of(1)[0]
+    cache = paged(model)
+    keys = torch.zeros(1, *(cache.state.pools[0][0].data.shape[i] for i in (1, 0, 2)))[:, :, :3]
+    for key, value, error, text in [
+        (keys.bfloat16(), keys, TypeError, "key_states must be float32, got bfloat16"),
+        (keys, keys[:, :1], ValueError, r"value_states must be \[B, heads, Q, dim\] with B=1, heads=\d, .*dim=\d+, got"),
+        (keys, keys[..., 1:], ValueError, r"value_states must be \[B, heads, Q, dim\] with B=1, heads=\d, .*dim=\d+, got"),
+    ]:
+        with pytest.raises(error, match=text):
+            cache.update(key, value, 0)
+    with pytest.raises(ValueError, match=r"layer_idx must be at most \d, the cache's last, got 99"):
+        cache.update(keys, keys, 99)
+    model.bfloat16()  # behind the cache's back
+    with pytest.raises(TypeError, match="key_states must be float32, got bfloat16"):
+        model(prompt, past_key_values=cache)
+    assert not cache.holdings and not any(pool.data.any() for pools in cache.state.pools for pool in pools)
+
+
 BAD_STEPS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flat-tokens": ({"token_ids": torch.zeros(2, dtype=torch.int64)}, ValueError, r"token_ids must be \[B, Q\], got"),
     "tokens-in-a-list": ({"token_ids": [[1], [2]]}, TypeError, "token_ids must be a tensor, got list"),

@@ -19,7 +19,7 @@ import compiled_kv as ckv
 from ...checks import check_int
 from ...models.allocator import Allocator, Holding
 from ...models.state import SLIDING, Batch, PagedState
-from .layer import layers
+from .layer import PagedLayer, layers
 from .model import check_model, observe
 
 
@@ -59,8 +59,15 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As transformers' own; with the first layer, a forward pass makes room for its tokens."""
+        """As transformers' own; with the first layer, a forward pass makes room for its tokens.
+
+        Raises:
+            TypeError, ValueError: these are keys and values of another model than the cache was made for.
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"layer_idx must be at most {len(self.layers) - 1}, the cache's last, got {layer_idx}")
         if layer_idx == 0:
+            cast(PagedLayer, self.layers[0]).check(key_states, value_states)
             self._advance(key_states.shape[0], key_states.shape[2])
         return cast(tuple[Tensor, Tensor], super().update(key_states, value_states, layer_idx, *args, **kwargs))
 

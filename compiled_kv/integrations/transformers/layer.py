@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 import compiled_kv as ckv
 
+from ...checks import Sizes
 from ...models.state import SLIDING, Batch, PagedState, Place
 
 
@@ -33,12 +34,24 @@ class PagedLayer(CacheLayerMixin):
         self.place, self.seq_length = place, seq_length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write this pass's [B, heads, Q, dim], and read every page of every row: [B, heads, P * page_size, dim]."""
+        """Write this pass's [B, heads, Q, dim], and read every page of every row: [B, heads, P * page_size, dim].
+
+        Raises:
+            TypeError, ValueError: as `check`.
+        """
         assert self.place is not None
+        self.check(key_states, value_states)
         for pool, fresh in zip(self.pools, (key_states, value_states)):
             pool.write(self.place.slots, fresh.detach().transpose(1, 2))
         keys, values = (pool.read(self.place.page_table) for pool in self.pools)
         return keys, values
+
+    def check(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse what the model that the cache was made for does not cache."""
+        for name, pool, fresh in zip(("key_states", "value_states"), self.pools, (key_states, value_states)):
+            sizes = Sizes()
+            sizes.check("the pool", pool.data, (pool.data.dtype,), "slots", "heads", "dim")
+            sizes.check(name, fresh, (pool.data.dtype,), "B", "heads", "Q", "dim")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a read returns, and the position of the first."""
