@@ -357,10 +357,11 @@ def test_a_cache_of_another_model_is_refused_before_it_takes_a_page() -> None:
     model, prompt = build("llama"), batch_of(1)[0]
     cache = paged(model)
     keys = torch.zeros(1, *(cache.state.pools[0][0].data.shape[i] for i in (1, 0, 2)))[:, :, :3]
+    shape = r"value_states must be \[B, heads, Q, dim\] with B=1, heads=\d, .*dim=\d+, got"
     for key, value, error, text in [
         (keys.bfloat16(), keys, TypeError, "key_states must be float32, got bfloat16"),
-        (keys, keys[:, :1], ValueError, r"value_states must be \[B, heads, Q, dim\] with B=1, heads=\d, .*dim=\d+, got"),
-        (keys, keys[..., 1:], ValueError, r"value_states must be \[B, heads, Q, dim\] with B=1, heads=\d, .*dim=\d+, got"),
+        (keys, keys[:, :1], ValueError, shape),
+        (keys, keys[..., 1:], ValueError, shape),
     ]:
         with pytest.raises(error, match=text):
             cache.update(key, value, 0)
