@@ -89,6 +89,7 @@ class BlockTable(torch.nn.Module):
 
         Raises:
             RuntimeError: the row would hold more blocks than the table is wide; nothing is written.
+            TypeError, ValueError: there is no such row, or a block is no int or has no place in int32; nor is it then.
         """
         self._check_row("row_idx", row_idx)
         self._put(block_ids, row_idx, self.num_blocks_per_row[row_idx])

@@ -87,6 +87,9 @@ class BlockTables(torch.nn.Module):
         dcp_sharded: for each group, whether its tokens are dealt out over the ranks; all are by default.
         sliding_window_reach: for each group, tokens before the first new one that it still reads; 0 for all.
         kernel_block_sizes: tokens a block as the kernels count them, where they count smaller ones.
+
+    Raises:
+        TypeError, ValueError: a setting is no int, out of range, or not one for each group; the text names it.
     """
 
     block_sizes: Tensor
@@ -167,7 +170,8 @@ class BlockTables(torch.nn.Module):
 
         Raises:
             RuntimeError: a row would hold more blocks than its table is wide; nothing is staged.
-            ValueError: there is no such request, or not a list for each group.
+            TypeError, ValueError: there is no such request, not a list for each group, or a block that is no int or
+                has no place in int32. Nothing is staged then either.
         """
         check_int("req_index", req_index, 0, self.pool.shape[1] - 1)
         if len(new_block_ids) != len(self.widths):
@@ -227,7 +231,7 @@ class BlockTables(torch.nn.Module):
         return [table[:num_reqs_padded, :width] for table, width in zip(into, self.widths)]
 
     def get_dummy_block_tables(self, num_reqs: int) -> list[Tensor]:
-        """The shared storage with null blocks all over, [num_reqs, width] for each group."""
+        """The shared storage with null blocks all over, [num_reqs, width] for each group; num_reqs is at most R."""
         check_int("num_reqs", num_reqs, 0, self.inputs.shape[1])
         self.inputs.zero_()
         return [table[:num_reqs] for table in self.input_block_tables]
