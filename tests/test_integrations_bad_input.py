@@ -265,6 +265,17 @@ def test_the_sentence(case: str) -> None:
     assert str(refused.value) == sentence
 
 
+def test_positions_partly_in_one_another_are_refused_and_a_view_of_the_same_is_not() -> None:
+    call, good = GOOD["draft-step"]
+    held = torch.arange(6)
+    given = good() | {"positions_1d": held[:3], "out_clamped_positions": held[1:4]}
+    with pytest.raises(ValueError, match=r"^out_clamped_positions must not overlap positions_1d: got views of the sam"):
+        call(**given)
+    assert held.tolist() == [0, 1, 2, 3, 4, 5] and given["seq_lens"].eq(-7).all()
+    call(**good() | {"positions_1d": held[1:4], "out_clamped_positions": held[1:4]})
+    assert held.tolist() == [0, 2, 3, 4, 4, 5]
+
+
 def test_an_empty_batch_raises_nothing_without_a_map() -> None:
     none = ints(0)
     mha(bs=0, swa_mapping=None, req_pool_indices=none, seq_lens=none, qlens=none)

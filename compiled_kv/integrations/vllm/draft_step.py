@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT64, Sizes
+from compiled_kv.checks import INT64, Sizes, check_distinct
 from compiled_kv.draft_steps import advance_draft_, check_in_place
 from compiled_kv.integrations.layouts import worded
 
@@ -29,13 +30,14 @@ def eagle_step_update_slot_mapping_and_metadata(
             that is absent.
 
     Raises:
-        TypeError, ValueError: as `compiled_kv.draft_steps.advance_draft_`.
+        TypeError, ValueError: as `compiled_kv.draft_steps.advance_draft_`; or the positions lie partly in one another.
     """
     sizes = Sizes()
     sizes.check("positions_1d", positions_1d, INT64, "B")
     sizes.check("out_clamped_positions", out_clamped_positions, INT64, "B")
     tokens = positions_1d.shape[0] if input_batch_size is None else input_batch_size
     if out_clamped_positions is not positions_1d:
+        _check_apart(out_clamped_positions, positions_1d)
         out = (out_clamped_positions, out_slot_mapping, seq_lens)
         check_in_place(*out, block_table_tensor, block_size, max_model_len, tokens)
         out_clamped_positions.copy_(positions_1d)
@@ -43,3 +45,9 @@ def eagle_step_update_slot_mapping_and_metadata(
         out_clamped_positions, block_table_tensor, seq_lens, out_slot_mapping, page_size=block_size,
         max_context_len=max_model_len, num_tokens=tokens,
     )  # fmt: skip
+
+
+def _check_apart(out: Tensor, positions: Tensor) -> None:
+    """Refuse positions that begin elsewhere in the same memory; another view of the same ones will do."""
+    if not torch.compiler.is_compiling() and out.storage_offset() != positions.storage_offset():
+        check_distinct({"out_clamped_positions": out}, {"positions_1d": positions})
