@@ -59,32 +59,27 @@ def prefix_sums(
     counted = row < active
     seq_len = value_at(seq_lens_ptr, row, seq_stride, counted, 0)
     live = _is_live(indices_ptr, index_stride, pool_rows, row, counted)
-    queries = tl.zeros([CHUNK], tl.int64)
-    if q_lens_ptr is not None:
-        queries = load_at(q_lens_ptr, row, q_stride, counted, 0)
     before_k = tl.zeros([], tl.int64)
     before_q = tl.zeros([], tl.int64)
     ahead = tl.minimum(begin, active).to(tl.int32)
     if ahead > 0:
-        ahead_k = tl.zeros([SCAN], tl.int64)
-        ahead_q = tl.zeros([SCAN], tl.int64)
         for earlier in range(0, ahead, SCAN):
             other = earlier + tl.arange(0, SCAN)
             is_ahead = other < ahead
             other_len = value_at(seq_lens_ptr, other, seq_stride, is_ahead, 0)
             other_live = _is_live(indices_ptr, index_stride, pool_rows, other, is_ahead)
-            ahead_k += tl.where(other_live, clamped_length(other_len, delta, cap), 0)
-            if q_lens_ptr is not None:
-                # The same question in other words: its first answer would be kept, and spilled, until here.
-                is_ahead = tl.arange(0, SCAN) < ahead - earlier
-                ahead_q += clamped_queries(load_at(q_lens_ptr, other, q_stride, is_ahead, 0))
-        before_k, before_q = tl.sum(ahead_k, 0), tl.sum(ahead_q, 0)
+            before_k += tl.sum(tl.where(other_live, clamped_length(other_len, delta, cap), 0).to(tl.int64), 0)
+        if q_lens_ptr is not None:  # in a loop of its own: so many loads at once would spill
+            for earlier in range(0, ahead, SCAN):
+                other = earlier + tl.arange(0, SCAN)
+                before_q += tl.sum(clamped_queries(load_at(q_lens_ptr, other, q_stride, other < ahead, 0)), 0)
     bits = tl.where(live, length_bits(seq_len, delta, cap), 0)
     if indices_ptr is not None:
         bits |= tl.where(counted & (live == 0), BAD_ROW, 0)
     length = tl.where(live, clamped_length(seq_len, delta, cap), 0)
     tl.store(cache_seqlens_ptr + row, tl.where(live, length, pad_seqlen).to(tl.int32), mask=in_batch)
     if q_lens_ptr is not None:
+        queries = load_at(q_lens_ptr, row, q_stride, counted, 0)
         bits |= tl.where(live & (queries < 0), NEGATIVE_LENGTH, 0)
         queries = clamped_queries(queries)
         ends_q = before_q + _inclusive_sums(queries, False)

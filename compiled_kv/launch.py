@@ -138,6 +138,11 @@ TOKENS = 128
 ROW_TOKENS = 64
 # Some five programs for each multiprocessor fill the device; more would only cost their own start.
 PROGRAMS = 640
+# Turns of a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
+# and columns they take at a time: their lanes cost the registers of every program.
+TURNS = 4
+HELPERS = 128
+SHARED = 512
 
 
 def columns_a_turn(page_size: int) -> int:
@@ -157,6 +162,12 @@ def programs_a_row(batch_size: int, width: int, block: int | None = None, progra
     """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length."""
     share = (programs or PROGRAMS) // (batch_size + 1)
     return torch.sym_max(1, torch.sym_min(ceil_div(width, block or BLOCK), share))
+
+
+def helping_rows(width: int, block: int, parts: int) -> int:
+    """Rows of the grid whose programs help with long rows; none where `parts` programs are enough for any row."""
+    most = ceil_div(torch.sym_max(width - parts * TURNS * block, 0), block)
+    return torch.sym_min(ceil_div(HELPERS, parts), most)
 
 
 def chunks(batch_size: int) -> int:

@@ -1,13 +1,15 @@
 """The one kernel behind `decode_metadata`.
 
-Grid (chunks + B, parts): program (c, 0) takes lengths and prefix sums of a chunk of rows, for these take longest;
-program (chunks + i, k) writes pages and slots of row i, `parts` programs a row taking turns over what is live.
+Grid (chunks + helpers + B, parts): program (c, 0) takes lengths and prefix sums of a chunk of rows, for these take
+longest; program (chunks + helpers + i, k) writes pages and slots of row i, `parts` programs a row taking turns over
+what is live. What is much longer than that is shared with the helpers (long_rows_triton).
 """
 
 from __future__ import annotations
 
 from compiled_kv.batch_triton import sum_batch
 from compiled_kv.launch import dependent_launch, kernel, tl
+from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,
     clamped_length,
@@ -33,15 +35,17 @@ def decode_metadata_kernel(
     map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap,
     pad_seqlen, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN: tl.constexpr,
+    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, SHARED: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
     row = tl.program_id(0) - (tl.num_programs(0) - batch_size)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     active = active_rows(num_reqs_ptr, batch_size)
-    if row < 0:
+    SHARED_TURNS: tl.constexpr = TURNS * BLOCK // SHARED
+    chunks = tl.maximum((batch_size + CHUNK - 1) // CHUNK, 1)
+    if tl.program_id(0) < chunks:
         if part == 0:
             sum_batch(
                 seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
@@ -49,6 +53,15 @@ def decode_metadata_kernel(
                 slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
                 tl.program_id(0), DEBUG, CHUNK, SCAN,
             )  # fmt: skip
+    elif row < 0:
+        helpers = ((tl.num_programs(0) - batch_size - chunks) * parts).to(tl.int32)
+        help_long_rows(
+            req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, q_lens_ptr, map_ptr, status_ptr, page_table_ptr,
+            swa_page_table_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride,
+            q_stride, map_stride, map_size, page_row_stride, swa_row_stride, active, width, delta, q_len, cap,
+            window, parts.to(tl.int32), ((tl.program_id(0) - chunks) * parts + part).to(tl.int32), helpers,
+            PAGE_SIZE, PAGE_MAP, WINDOWED, DEBUG, UNIT_STRIDE, SHARED_TURNS, SHARED, SCAN,
+        )  # fmt: skip
     else:
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
         seq_len = value_at(seq_lens_ptr, row, seq_stride, True, 0)
@@ -59,6 +72,14 @@ def decode_metadata_kernel(
         is_live = (row < active) & is_within(pool_row, pool_rows)
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
         live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
+        end = live
+        if is_live & (live > parts * TURNS * BLOCK):
+            helpers = ((tl.num_programs(0) - batch_size - chunks) * parts).to(tl.int32)
+            own = own_blocks(
+                seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, pool_rows, active, delta, cap, width,
+                parts.to(tl.int32), helpers, PAGE_SIZE, SHARED_TURNS, SHARED, SCAN // 4,
+            )  # fmt: skip
+            end = tl.minimum(live, own.to(tl.int64) * SHARED).to(tl.int32)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
         page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
         swa_row_ptr = None
@@ -84,16 +105,15 @@ def decode_metadata_kernel(
                 pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, length - queries, query,
                 query < count,
             )  # fmt: skip
-        bits = fill_row(
+        fill_row(
             pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size,
-            first_column(length, queries, window, PAGE_SIZE, WINDOWED), live, part, parts,
-            PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, BLOCK,
+            first_column(length, queries, window, PAGE_SIZE, WINDOWED), end, part, parts, status_ptr,
+            PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
         )  # fmt: skip
         if CLEAR:
             clear_row(page_row_ptr, live, width, part, parts, BLOCK)
             if swa_page_table_ptr is not None:
                 clear_row(swa_row_ptr, live, width, part, parts, BLOCK)
-        report(bits, status_ptr, DEBUG)
         if slot_mapping_ptr is not None:
             token_bits = write_slots(
                 slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,

@@ -32,7 +32,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
-from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, is_within, load_at, pages_of, report, value_at
+from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, is_within, load_at, pages_of, value_at
 from compiled_kv.status import DEBUG, Status
 
 
@@ -56,11 +56,10 @@ def _page_table_kernel(
     length = tl.where(is_live, length, 0)
     live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
     page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
-    bits = fill_row(
+    fill_row(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, start, is_live,
-        page_row_ptr, None, None, 0, 0, 0, live, part, parts, PAGE_SIZE, False, UNIT_STRIDE, BLOCK,
+        page_row_ptr, None, None, 0, 0, 0, live, part, parts, None, PAGE_SIZE, False, UNIT_STRIDE, DEBUG, BLOCK,
     )  # fmt: skip
-    report(bits, None, DEBUG)
     if CLEAR:
         clear_row(page_row_ptr, live, width, part, parts, BLOCK)
 

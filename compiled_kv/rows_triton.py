@@ -16,6 +16,7 @@ NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))
 BAD_ROW = constexpr(int(Status.BAD_ROW))
 BAD_SLOT = constexpr(int(Status.BAD_SLOT))
 UNMAPPED = constexpr(int(Status.UNMAPPED))
+SHORT = constexpr(128)  # columns of a row that need not take a program's full width
 
 
 @device_function
@@ -137,42 +138,85 @@ def first_column(length, queries, window, PAGE_SIZE: tl.constexpr, WINDOWED: tl.
 
 
 @device_function
-def fill_row(
-    pool_ptr, pool_stride, pool_width, start, is_live,
-    page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, part, parts,
-    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write columns [0, live) of one row, `parts` programs taking turns; returns status bits of each lane.
+def _either(a, b):
+    return a | b
 
-    A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
-    """
+
+@device_function
+def report(bits, status_ptr, DEBUG: tl.constexpr):
+    """OR the bits of all lanes into `status`; dead code where nobody asks for them."""
+    if (status_ptr is not None) or DEBUG:
+        found = tl.reduce(bits, 0, _either)
+        if status_ptr is not None:
+            if found != 0:
+                tl.atomic_or(status_ptr, found, sem="relaxed")
+        if DEBUG:
+            tl.device_assert(found == 0, "compiled_kv: a status bit was set (COMPILED_KV_DEBUG=1)")
+
+
+@device_function
+def fill_block(
+    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    first, live, begin, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write those of the columns [begin, begin + BLOCK) of one row that lie before `live`."""
+    # Counted from `begin`, so that lanes are compared in 32 bits and none wraps.
     lane = tl.arange(0, BLOCK)
     # With a unit stride the lanes of a thread lie at constant distances, which costs no registers.
     step = tl.full([], 1, tl.int64) if UNIT_STRIDE else tl.zeros([], tl.int64) + pool_stride
-    lane_offset = lane.to(tl.int64) * PAGE_SIZE * step
     start += tl.zeros([], tl.int64)
     owned = tl.where(is_live, live, 0)
     readable = tl.minimum(owned, (pool_width - start + PAGE_SIZE - 1) // PAGE_SIZE).to(tl.int32)
-    bits = tl.zeros([BLOCK], tl.int32)
+    in_row = lane < (live - begin).to(tl.int32)
+    is_owned = lane < (owned - begin).to(tl.int32)
+    unread = tl.where(is_owned, -1, 0).to(pool_ptr.dtype.element_ty)
+    is_read = lane < (readable - begin).to(tl.int32)
+    at = (start + begin * PAGE_SIZE) * step + lane.to(tl.int64) * PAGE_SIZE * step
+    slot = tl.load(pool_ptr + at, mask=is_read, other=unread)
+    page = page_of(slot, PAGE_SIZE)
+    tl.store(page_ptr + begin + lane, page, mask=in_row)
+    # Signs, not predicates, carry the bits: predicates of this many lanes would spill.
+    bits = (page >> 31) & BAD_SLOT
+    if swa_ptr is not None:
+        seen = (lane >= (first - begin).to(tl.int32)) & is_owned
+        swa_page = swa_page_of(slot, page, map_ptr, map_stride, map_size, seen, PAGE_SIZE, PAGE_MAP)
+        swa_page = tl.where(seen, swa_page, 0)
+        tl.store(swa_ptr + begin + lane, swa_page, mask=in_row)
+        bits |= (swa_page >> 31) & ~(page >> 31) & UNMAPPED
+    report(bits, status_ptr, DEBUG)
+
+
+@device_function
+def fill_row(
+    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    first, live, part, parts, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write columns [0, live) of one row, `parts` programs taking turns of BLOCK columns.
+
+    A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
+    """
     for begin in range(part * BLOCK, live, parts * BLOCK):
-        # Counted from `begin`, so that lanes are compared in 32 bits and none wraps.
-        in_row = lane < (live - begin).to(tl.int32)
-        is_owned = lane < (owned - begin).to(tl.int32)
-        position = start + begin * PAGE_SIZE
-        unread = tl.where(is_owned, -1, 0).to(pool_ptr.dtype.element_ty)
-        is_read = lane < (readable - begin).to(tl.int32)
-        slot = tl.load(pool_ptr + position * step + lane_offset, mask=is_read, other=unread)
-        page = page_of(slot, PAGE_SIZE)
-        tl.store(page_ptr + begin + lane, page, mask=in_row)
-        # Signs, not predicates, carry the bits: predicates of this many lanes would spill.
-        bits |= (page >> 31) & BAD_SLOT
-        if swa_ptr is not None:
-            seen = (lane >= (first - begin).to(tl.int32)) & is_owned
-            swa_page = swa_page_of(slot, page, map_ptr, map_stride, map_size, seen, PAGE_SIZE, PAGE_MAP)
-            swa_page = tl.where(seen, swa_page, 0)
-            tl.store(swa_ptr + begin + lane, swa_page, mask=in_row)
-            bits |= (swa_page >> 31) & ~(page >> 31) & UNMAPPED
-    return bits
+        if BLOCK > 2 * SHORT:
+            # A short row, or the end of one, in fewer lanes: idle ones cost their instructions too.
+            if live - begin <= SHORT:
+                fill_block(
+                    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                    first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
+                )  # fmt: skip
+            else:
+                fill_block(
+                    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                    first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+                )  # fmt: skip
+        else:
+            fill_block(
+                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+            )  # fmt: skip
 
 
 @device_function
@@ -224,20 +268,3 @@ def write_slots(
             tl.store(swa_slot_mapping_ptr + first_token + query, swa_slot, mask=owned)
             bits |= tl.where(owned & (slot >= 0) & (swa_slot < 0), UNMAPPED, 0)
     return bits
-
-
-@device_function
-def _either(a, b):
-    return a | b
-
-
-@device_function
-def report(bits, status_ptr, DEBUG: tl.constexpr):
-    """OR the bits of all lanes into `status`; dead code where nobody asks for them."""
-    if (status_ptr is not None) or DEBUG:
-        found = tl.reduce(bits, 0, _either)
-        if status_ptr is not None:
-            if found != 0:
-                tl.atomic_or(status_ptr, found, sem="relaxed")
-        if DEBUG:
-            tl.device_assert(found == 0, "compiled_kv: a status bit was set (COMPILED_KV_DEBUG=1)")

@@ -38,7 +38,6 @@ from compiled_kv.rows_triton import (
     is_within,
     load_at,
     pages_of,
-    report,
     value_at,
 )
 from compiled_kv.status import DEBUG, Status
@@ -69,13 +68,12 @@ def _swa_page_table_kernel(
     live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
     page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
     swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
-    bits = fill_row(
+    fill_row(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, 0, is_live,
         page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, first_column(length, queries, window, PAGE_SIZE,
         WINDOWED),
-        live, part, parts, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, BLOCK,
+        live, part, parts, None, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
     )  # fmt: skip
-    report(bits, None, DEBUG)
     if CLEAR:
         clear_row(page_row_ptr, live, width, part, parts, BLOCK)
         clear_row(swa_row_ptr, live, width, part, parts, BLOCK)

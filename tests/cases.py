@@ -159,6 +159,13 @@ CASES: dict[str, Batch] = {
     "page-size-seven": batch(page_size=7, seq_lens=[6, 7, 8], max_context_len=45),
     "page-beyond-the-context": batch(page_size=64, seq_lens=[5, 28, 29]),
     "wide-batch": batch_of(40, num_reqs=37, num_tokens=63),
+    "long-rows": batch_of(
+        40, max_context_len=200, seq_lens=[150 + i if i % 7 == 3 else i % 5 for i in range(40)], num_reqs=37
+    ),
+    "one-long-row": batch_of(12, max_context_len=200, seq_lens=[3] * 5 + [197] + [3] * 6, num_reqs=12, window=None),
+    "long-rows-without-a-row-of-the-pool": batch_of(
+        9, max_context_len=200, rows=[0, -1, 4, 9, 2, 1, 0, 3, 3], seq_lens=[199] * 9, num_reqs=8
+    ),
 }
 
 # Sizes of 0 and 1, which a graph compiled for other sizes may not serve.

@@ -73,6 +73,8 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "UNIT_STRIDE": (True, False),
     "BLOCK": (launch.BLOCK,),
     "TOKENS": (launch.TOKENS,),
+    "TURNS": (launch.TURNS,),
+    "SHARED": (launch.SHARED,),
     "CHUNK": (launch.CHUNK,),
     "SCAN": (launch.SCAN,),
     "BLOCK_SIZE": (64, 1, 48),
@@ -136,6 +138,8 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
     if kernel.__name__ in FROM_TOKEN_POOL:
         common["BLOCK"] = launch.columns_a_turn(int(str(page_size)))
+        if "SHARED" in common:
+            common["SHARED"] = min(common["BLOCK"], launch.SHARED)
     nones = dict.fromkeys(absent)
     return Case(kernel, {k: v for k, v in types.items() if k not in nones}, {**common, **constants, **nones})
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import compiled_kv as ckv
+from compiled_kv.launch import constexpr
 from tests import strategies
 from tests.cases import ALL_CASES, CASES, DEVICES, FORMS, LAYOUT, SMALL_CASES
 from tests.conftest import EXAMPLES, INTERPRETED
@@ -26,7 +27,10 @@ operators = pytest.mark.parametrize("operator", OPERATORS)
 
 
 FULL_BLOCKS = ("plain", "wide-batch")
-SMALL = {"BLOCK": 4, "RENEWED": 4, "CHUNK": 4, "SCAN": 8, "TOKENS": 4, "ROW_TOKENS": 4, "PROGRAMS": 12}
+SMALL_SIZES = {
+    "BLOCK": 4, "RENEWED": 4, "CHUNK": 4, "SCAN": 8, "TOKENS": 4, "ROW_TOKENS": 4, "PROGRAMS": 12,
+    "TURNS": 1, "HELPERS": 3, "SHARED": 2,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +40,11 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_kv."):
-            for size, small in SMALL.items():
+            for size, small in SMALL_SIZES.items():
                 if isinstance(getattr(module, size, None), int):
                     monkeypatch.setattr(module, size, small)
+            if hasattr(module, "SHORT"):
+                monkeypatch.setattr(module, "SHORT", constexpr(1))
             if hasattr(module, "columns_a_turn"):
                 monkeypatch.setattr(module, "columns_a_turn", lambda page_size: 4)
 
