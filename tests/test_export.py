@@ -198,10 +198,13 @@ def test_on_a_cuda_device_the_cpp_loop_prints_the_same(tmp_path: Path) -> None:
     assert run_page(tmp_path, "cuda") == page_output()
 
 
-def test_the_auditor_finds_in_the_page_s_programs_what_the_page_says() -> None:
+def test_the_auditor_finds_nothing_in_the_page_s_programs() -> None:
     names = page_programs()
     example = (names["req_to_token"], names["rows"], names["seq_lens"])
     metadata = ckv.audit(names["Metadata"](), *example, names["full_to_swa"], names["num_reqs"], target="cuda:sm_90")
     assert metadata.findings == () and metadata.is_whole, str(metadata)
-    in_place = ckv.audit(names["InPlace"](), *example, names["num_reqs"], *names["buffers"](3), target="cuda:sm_90")
-    assert {finding.rule for finding in in_place.findings} == {"mutated-input"} and in_place.is_whole, str(in_place)
+    step, buffers = names["InPlace"](), names["buffers"](3)
+    in_place = ckv.audit(step, *example, names["num_reqs"], *buffers, target="cuda:sm_90")
+    assert in_place.findings == () and in_place.is_whole, str(in_place)
+    unmarked = ckv.audit(step, *example, names["num_reqs"], *(b.clone() for b in buffers), target="cuda:sm_90")
+    assert {finding.rule for finding in unmarked.findings} == {"mutated-input"}, str(unmarked)
