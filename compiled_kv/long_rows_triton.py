@@ -40,11 +40,15 @@ def _sums(counts, chosen):
 
 
 @device_function
-def _own(blocks, rows, parts, helpers, TURNS: tl.constexpr):
-    """Of `rows` long rows with so many blocks in all: those that a row's own `parts` programs write, as many for each
-    as a helper gets, and TURNS at least."""
-    sharers = tl.maximum(helpers + rows * parts, 1)
-    return (tl.maximum((blocks + sharers - 1) // sharers, TURNS) * parts).to(tl.int32)
+def _own(blocks, rows, longest, parts, helpers, TURNS: tl.constexpr):
+    """Of `rows` long rows with so many blocks in all: those that a row's own `parts` programs write, TURNS a program at
+    least. Where a helper then has no more to do than one of these, is found along a chord: what is left falls the more
+    slowly the later the cut, so the cut comes a little late, and no program ever gets more than it had without help.
+    """
+    left = tl.maximum(blocks - (rows * parts + helpers) * TURNS, 0)
+    most = ((longest + parts - 1) // parts).to(tl.int64)
+    sharing = tl.maximum(left + helpers * most, 1)
+    return ((TURNS + (left * (most - TURNS) + sharing - 1) // sharing) * parts).to(tl.int32)
 
 
 @device_function
@@ -55,6 +59,7 @@ def own_blocks(
     """Blocks of each long row of a batch that its own programs write."""
     blocks = tl.zeros([], tl.int64)
     rows = tl.zeros([], tl.int64)
+    longest = tl.zeros([], tl.int32)
     for begin in range(0, active, SCAN):
         row = begin + tl.arange(0, SCAN)
         seq_lens = value_at(seq_lens_ptr, row, seq_stride, row < active, 0)
@@ -63,7 +68,8 @@ def own_blocks(
         found = _sums(count, count > parts * TURNS)
         blocks += found >> 32
         rows += found & UNSIGNED_MAX
-    return _own(blocks, rows, parts, helpers, TURNS)
+        longest = tl.maximum(longest, tl.max(count, 0))
+    return _own(blocks, rows, longest, parts, helpers, TURNS)
 
 
 @device_function
@@ -82,6 +88,7 @@ def help_long_rows(
     """
     blocks = tl.zeros([], tl.int64)
     rows = tl.zeros([], tl.int64)
+    longest = tl.zeros([], tl.int32)
     for begin in range(0, active, SCAN):
         row = begin + tl.arange(0, SCAN)
         seq_lens = tl.load(seq_lens_ptr + row.to(tl.int64) * seq_stride, mask=row < active, other=0)
@@ -91,7 +98,8 @@ def help_long_rows(
         found = _sums(count, count > parts * TURNS)
         blocks += found >> 32
         rows += found & UNSIGNED_MAX
-    own = _own(blocks, rows, parts, helpers, TURNS)
+        longest = tl.maximum(longest, tl.max(count, 0))
+    own = _own(blocks, rows, longest, parts, helpers, TURNS)
     turn = helper
     for begin in range(0, tl.where(rows > 0, active, 0), SCAN):
         row = begin + tl.arange(0, SCAN)
