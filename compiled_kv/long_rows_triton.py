@@ -31,10 +31,15 @@ def live_columns(seq_len, pool_row, pool_rows, delta, cap, width, PAGE_SIZE: tl.
 
 
 @device_function
+def _blocks(seq_len, pool_row, pool_rows, delta, cap, width, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    return pages_of(live_columns(seq_len, pool_row, pool_rows, delta, cap, width, PAGE_SIZE), BLOCK)
+
+
+@device_function
 def _sums(counts, chosen):
     """The sum of those counts that are chosen, and how many these are: the upper and the lower half of one number.
 
-    A sum fits: no more than SCAN rows of 2 ** 31 / BLOCK blocks.
+    A sum fits: SCAN rows of fewer than 2 ** 31 / BLOCK blocks.
     """
     return tl.sum(tl.where(chosen, (counts.to(tl.int64) << 32) + 1, 0), 0)
 
@@ -64,7 +69,7 @@ def own_blocks(
         row = begin + tl.arange(0, SCAN)
         seq_lens = value_at(seq_lens_ptr, row, seq_stride, row < active, 0)
         indices = load_at(indices_ptr, row, index_stride, row < active, -1)
-        count = pages_of(live_columns(seq_lens, indices, pool_rows, delta, cap, width, PAGE_SIZE), BLOCK)
+        count = _blocks(seq_lens, indices, pool_rows, delta, cap, width, PAGE_SIZE, BLOCK)
         found = _sums(count, count > parts * TURNS)
         blocks += found >> 32
         rows += found & UNSIGNED_MAX
@@ -93,8 +98,7 @@ def help_long_rows(
         row = begin + tl.arange(0, SCAN)
         seq_lens = tl.load(seq_lens_ptr + row.to(tl.int64) * seq_stride, mask=row < active, other=0)
         indices = tl.load(req_pool_indices_ptr + row.to(tl.int64) * index_stride, mask=row < active, other=-1)
-        columns = live_columns(seq_lens, indices.to(tl.int64), pool_rows, delta, cap, width, PAGE_SIZE)
-        count = pages_of(columns, BLOCK)
+        count = _blocks(seq_lens, indices.to(tl.int64), pool_rows, delta, cap, width, PAGE_SIZE, BLOCK)
         found = _sums(count, count > parts * TURNS)
         blocks += found >> 32
         rows += found & UNSIGNED_MAX
@@ -105,8 +109,7 @@ def help_long_rows(
         row = begin + tl.arange(0, SCAN)
         seq_lens = tl.load(seq_lens_ptr + row.to(tl.int64) * seq_stride, mask=row < active, other=0)
         indices = tl.load(req_pool_indices_ptr + row.to(tl.int64) * index_stride, mask=row < active, other=-1)
-        columns = live_columns(seq_lens, indices.to(tl.int64), pool_rows, delta, cap, width, PAGE_SIZE)
-        count = pages_of(columns, BLOCK)
+        count = _blocks(seq_lens, indices.to(tl.int64), pool_rows, delta, cap, width, PAGE_SIZE, BLOCK)
         left = tl.where(count > parts * TURNS, tl.maximum(count - own, 0), 0).to(tl.int32)
         ends = tl.cumsum(left, 0)
         total = tl.sum(left, 0)
