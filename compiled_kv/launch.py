@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -126,8 +126,9 @@ def size_of(tensor: torch.Tensor | None) -> int:
 
 # Warps of a program that fills a row of a page table: much of a short row's work is the same in every warp.
 WARPS = 2
-# Columns a program of four warps writes at a time: four loads in flight a thread.
+# Columns a program writes at a time, and as many as are worth a program of their own.
 BLOCK = 512
+LEAST = 128
 # Columns an update writes at a time: most steps add one at the most.
 RENEWED = 64
 # Rows a program takes prefix sums of, and rows ahead of these that it adds up at a time.
@@ -138,36 +139,55 @@ TOKENS = 128
 ROW_TOKENS = 64
 # Some five programs for each multiprocessor fill the device; more would only cost their own start.
 PROGRAMS = 640
-# Turns of a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
+# Columns a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
 # and columns they take at a time: their lanes cost the registers of every program.
-TURNS = 4
+LONG = 1024
 HELPERS = 128
 SHARED = 512
+# Bits behind the point of `reciprocal_of`.
+FRACTION = 20
 
 
-def columns_a_turn(page_size: int) -> int:
-    """Columns a program takes from a token pool at a time. Each of a large page costs a sector of memory of its own,
-    and two or four loads in flight a thread do; of pages of few tokens, whose sectors are shared, sixteen do."""
-    return 2 * BLOCK if page_size < 8 else BLOCK // 2 if page_size < 64 else BLOCK // 4
+class Split(NamedTuple):
+    """How programs share the rows of page tables; from shapes alone, so that one graph serves every length."""
+
+    block: int
+    """Columns a program takes at a time, at most."""
+    parts: int
+    """Programs that take turns over a row."""
+    long: int
+    """Columns of each after which helpers take what is left of the row."""
+    helpers: int
+    """Programs without a row of their own; none where `parts` programs are enough for any row."""
 
 
-def split_rows(batch_size: int, width: int, page_size: int) -> tuple[int, int]:
-    """Columns a turn, and programs that take turns over a row: twice as many where pages of few tokens make it long."""
+def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool) -> Split:
+    """Where a map is looked up as well, half the columns keep as many loads in flight. Pages of few tokens share their
+    sectors of memory, so that more programs find room there, and bring more than their own start."""
     page_size = int(page_size)  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
-    block = columns_a_turn(page_size)
-    return block, programs_a_row(batch_size, width, block, 2 * PROGRAMS if page_size < 8 else PROGRAMS)
+    block = BLOCK if is_mapped else 2 * BLOCK
+    parts = programs_a_row(batch_size, width, LEAST)
+    if page_size >= 8:
+        long, most = LONG, HELPERS
+    else:
+        long, most = 8 * LONG, 2 * HELPERS
+        parts = torch.sym_max(parts, programs_a_row(batch_size, width, block, 2 * PROGRAMS))
+    shared = ceil_div(torch.sym_max(width - parts * long, 0), SHARED)
+    return Split(block, parts, long, torch.sym_min(most, batch_size * shared))
+
+
+def reciprocal_of(batch_size: int) -> int:
+    """1 / batch_size, by which a program finds its row: dividing takes it longer than anything else before its loads.
+
+    It is exact where programs share rows, for there are at most 2 * PROGRAMS of them, and half as many rows.
+    """
+    return ceil_div(1 << FRACTION, torch.sym_max(batch_size, 1))
 
 
 def programs_a_row(batch_size: int, width: int, block: int | None = None, programs: int | None = None) -> int:
     """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length."""
     share = (programs or PROGRAMS) // (batch_size + 1)
     return torch.sym_max(1, torch.sym_min(ceil_div(width, block or BLOCK), share))
-
-
-def helping_rows(width: int, block: int, parts: int) -> int:
-    """Rows of the grid whose programs help with long rows; none where `parts` programs are enough for any row."""
-    most = ceil_div(torch.sym_max(width - parts * TURNS * block, 0), block)
-    return torch.sym_min(ceil_div(HELPERS, parts), most)
 
 
 def chunks(batch_size: int) -> int:

@@ -49,11 +49,13 @@ def _own(blocks, rows, longest, parts, helpers, TURNS: tl.constexpr):
     """Of `rows` long rows with so many blocks in all: those that a row's own `parts` programs write, TURNS a program at
     least. Where a helper then has no more to do than one of these, is found along a chord: what is left falls the more
     slowly the later the cut, so the cut comes a little late, and no program ever gets more than it had without help.
+    All blocks, where few helpers could do little for many rows.
     """
     left = tl.maximum(blocks - (rows * parts + helpers) * TURNS, 0)
     most = ((longest + parts - 1) // parts).to(tl.int64)
     sharing = tl.maximum(left + helpers * most, 1)
-    return ((TURNS + (left * (most - TURNS) + sharing - 1) // sharing) * parts).to(tl.int32)
+    own = TURNS + (left * (most - TURNS) + sharing - 1) // sharing
+    return (tl.where(rows * parts > 2 * helpers, most, own) * parts).to(tl.int32)
 
 
 @device_function
@@ -91,6 +93,15 @@ def help_long_rows(
     It loads lengths and indices in its own body: torch's mutation analysis follows a call's result to all its
     pointers, and would take these for outputs.
     """
+    # One look at the lengths is all that a batch without long rows costs.
+    most = tl.zeros([], seq_lens_ptr.dtype.element_ty)
+    for begin in range(0, active, SCAN):
+        row = begin + tl.arange(0, SCAN)
+        most = tl.maximum(
+            most, tl.max(tl.load(seq_lens_ptr + row.to(tl.int64) * seq_stride, mask=row < active, other=0), 0)
+        )
+    pages = tl.minimum(pages_of(clamped_length(most, delta, cap), PAGE_SIZE), width).to(tl.int32)
+    active = tl.where(pages_of(pages, BLOCK) > parts * TURNS, active, 0)
     blocks = tl.zeros([], tl.int64)
     rows = tl.zeros([], tl.int64)
     longest = tl.zeros([], tl.int32)
@@ -105,7 +116,7 @@ def help_long_rows(
         longest = tl.maximum(longest, tl.max(count, 0))
     own = _own(blocks, rows, longest, parts, helpers, TURNS)
     turn = helper
-    for begin in range(0, tl.where(rows > 0, active, 0), SCAN):
+    for begin in range(0, active, SCAN):
         row = begin + tl.arange(0, SCAN)
         seq_lens = tl.load(seq_lens_ptr + row.to(tl.int64) * seq_stride, mask=row < active, other=0)
         indices = tl.load(req_pool_indices_ptr + row.to(tl.int64) * index_stride, mask=row < active, other=-1)

@@ -1,8 +1,8 @@
 """The one kernel behind `decode_metadata`.
 
-Grid (chunks + helpers + B, parts): program (c, 0) takes lengths and prefix sums of a chunk of rows, for these take
-longest; program (chunks + helpers + i, k) writes pages and slots of row i, `parts` programs a row taking turns over
-what is live. What is much longer than that is shared with the helpers (long_rows_triton).
+Grid (chunks + B * parts + helpers): the first programs take lengths and prefix sums of a chunk of rows each, for these
+take longest. The next write pages and slots, `parts` programs a row taking turns over what is live. What is much longer
+than others is shared with the helpers (long_rows_triton).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from compiled_kv.rows_triton import (
     load_at,
     pages_of,
     report,
+    row_and_part,
     slots_of_tokens,
     value_at,
     write_slots,
@@ -33,34 +34,33 @@ def decode_metadata_kernel(
     cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, page_table_ptr, swa_page_table_ptr, slot_mapping_ptr, swa_slot_mapping_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, q_stride, slots_stride, num_slots,
     map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap,
-    pad_seqlen, window,
+    pad_seqlen, window, parts, helpers, reciprocal,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SHARED: tl.constexpr,
     TOKENS: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
-    row = tl.program_id(0) - (tl.num_programs(0) - batch_size)
-    part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     active = active_rows(num_reqs_ptr, batch_size)
-    SHARED_TURNS: tl.constexpr = TURNS * BLOCK // SHARED
+    parts = tl.zeros([], tl.int64) + parts
+    helpers = (tl.zeros([], tl.int64) + helpers).to(tl.int32)
     chunks = tl.maximum((batch_size + CHUNK - 1) // CHUNK, 1)
-    if tl.program_id(0) < chunks:
-        if part == 0:
-            sum_batch(
-                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
-                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
-                slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-                tl.program_id(0), DEBUG, CHUNK, SCAN,
-            )  # fmt: skip
-    elif row < 0:
-        helpers = ((tl.num_programs(0) - batch_size - chunks) * parts).to(tl.int32)
+    turn = (tl.program_id(0) - chunks).to(tl.int32)
+    row, part = row_and_part(turn, batch_size, parts, reciprocal)
+    if turn < 0:
+        sum_batch(
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
+            batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
+            slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
+            tl.program_id(0), DEBUG, CHUNK, SCAN,
+        )  # fmt: skip
+    elif turn >= batch_size * parts:
         help_long_rows(
             req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, q_lens_ptr, map_ptr, status_ptr, page_table_ptr,
             swa_page_table_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride,
             q_stride, map_stride, map_size, page_row_stride, swa_row_stride, active, width, delta, q_len, cap,
-            window, parts.to(tl.int32), ((tl.program_id(0) - chunks) * parts + part).to(tl.int32), helpers,
-            PAGE_SIZE, PAGE_MAP, WINDOWED, DEBUG, UNIT_STRIDE, SHARED_TURNS, SHARED, SCAN,
+            window, parts.to(tl.int32), (turn - batch_size * parts).to(tl.int32), helpers,
+            PAGE_SIZE, PAGE_MAP, WINDOWED, DEBUG, UNIT_STRIDE, LONG // SHARED, SHARED, SCAN,
         )  # fmt: skip
     else:
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
@@ -73,11 +73,10 @@ def decode_metadata_kernel(
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
         live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
         end = live
-        if is_live & (live > parts * TURNS * BLOCK):
-            helpers = ((tl.num_programs(0) - batch_size - chunks) * parts).to(tl.int32)
+        if is_live & (live > parts * LONG):
             own = own_blocks(
                 seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, pool_rows, active, delta, cap, width,
-                parts.to(tl.int32), helpers, PAGE_SIZE, SHARED_TURNS, SHARED, SCAN // 4,
+                parts.to(tl.int32), helpers, PAGE_SIZE, LONG // SHARED, SHARED, SCAN,
             )  # fmt: skip
             end = tl.minimum(live, own.to(tl.int64) * SHARED).to(tl.int32)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
@@ -87,10 +86,10 @@ def decode_metadata_kernel(
             swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
         if slot_mapping_ptr is not None:
             # The last program, whose share of a row's pages is the smallest, takes the first tokens.
-            turn = parts - 1 - part
+            from_last = parts - 1 - part
             first_token = row.to(tl.int64) * q_len
             if q_lens_ptr is not None:
-                if turn * TOKENS < queries:
+                if from_last * TOKENS < queries:
                     # Loaded here and not in a device function: torch's mutation analysis follows a call's result to all
                     # its pointers, and would take q_lens for an output.
                     for begin in range(0, row, SCAN):
@@ -98,7 +97,7 @@ def decode_metadata_kernel(
                         q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < row, other=0)
                         first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
             count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
-            query = turn * TOKENS + tl.arange(0, TOKENS)
+            query = from_last * TOKENS + tl.arange(0, TOKENS)
             # Looked up before the pages and stored behind them: one wait for both.
             room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
             slot = slots_of_tokens(
@@ -117,7 +116,7 @@ def decode_metadata_kernel(
         if slot_mapping_ptr is not None:
             token_bits = write_slots(
                 slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, turn, parts,
+                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, from_last, parts,
                 PAGE_SIZE, PAGE_MAP, TOKENS,
             )  # fmt: skip
             report(token_bits, status_ptr, DEBUG)

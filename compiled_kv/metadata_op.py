@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import triton_op
 
 from compiled_kv.checks import check_distinct_fake
-from compiled_kv.launch import SHARED, TURNS, chunks, helping_rows, launch, runs_kernel, size_of, split_rows
+from compiled_kv.launch import SHARED, chunks, launch, reciprocal_of, runs_kernel, size_of, split_rows
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
@@ -23,11 +23,12 @@ def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool) -> None:
     batch_size, width = out.page_table.shape
-    block, parts = split_rows(batch_size, width, settings.page_size)
+    split = split_rows(batch_size, width, settings.page_size, given.swa_map is not None)
     launch(
-        decode_metadata_kernel, (chunks(batch_size) + helping_rows(width, block, parts) + batch_size, parts),
+        decode_metadata_kernel, (chunks(batch_size) + batch_size * split.parts + split.helpers,),
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
-        CLEAR=clear, UNIT_STRIDE=given.req_to_token.stride(1) == 1, BLOCK=block, TURNS=TURNS, SHARED=min(block, SHARED),
+        parts=split.parts, helpers=split.helpers, reciprocal=reciprocal_of(batch_size), CLEAR=clear,
+        UNIT_STRIDE=given.req_to_token.stride(1) == 1, BLOCK=split.block, LONG=split.long, SHARED=SHARED,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ on: the variable factor is widened, never the stride, which a compiler may have 
 
 from __future__ import annotations
 
-from compiled_kv.launch import constexpr, device_function, tl
+from compiled_kv.launch import FRACTION, LEAST, constexpr, device_function, tl
 from compiled_kv.status import Status
 
 INT32_MAX = constexpr(2**31 - 1)
@@ -16,7 +16,8 @@ NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))
 BAD_ROW = constexpr(int(Status.BAD_ROW))
 BAD_SLOT = constexpr(int(Status.BAD_SLOT))
 UNMAPPED = constexpr(int(Status.UNMAPPED))
-SHORT = constexpr(128)  # columns of a row that need not take a program's full width
+SHORT = constexpr(LEAST)
+POINT = constexpr(FRACTION)
 
 
 @device_function
@@ -51,6 +52,13 @@ def active_rows(num_reqs_ptr, batch_size):
         return batch_size
     else:
         return tl.minimum(tl.maximum(tl.load(num_reqs_ptr).to(tl.int64), 0), batch_size)
+
+
+@device_function
+def row_and_part(program, batch_size, parts, reciprocal):
+    """Row that the program numbered so works on, int32, and which of the row's `parts` programs it is, int64."""
+    part = tl.minimum((program.to(tl.int64) * reciprocal) >> POINT, parts - 1)
+    return (program - part * batch_size).to(tl.int32), part
 
 
 @device_function
@@ -173,7 +181,8 @@ def fill_block(
     is_owned = lane < (owned - begin).to(tl.int32)
     unread = tl.where(is_owned, -1, 0).to(pool_ptr.dtype.element_ty)
     is_read = lane < (readable - begin).to(tl.int32)
-    at = (start + begin * PAGE_SIZE) * step + lane.to(tl.int64) * PAGE_SIZE * step
+    page_step = step * PAGE_SIZE
+    at = start * step + begin * page_step + lane.to(tl.int64) * page_step
     slot = tl.load(pool_ptr + at, mask=is_read, other=unread)
     page = page_of(slot, PAGE_SIZE)
     tl.store(page_ptr + begin + lane, page, mask=in_row)
@@ -195,28 +204,39 @@ def fill_row(
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write columns [0, live) of one row, `parts` programs taking turns of BLOCK columns.
+    """Write columns [0, live) of one row, shared among `parts` programs.
 
-    A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
+    While one turn each is enough, it has few columns: a program waits for one load as long as for many, and without a
+    loop less is computed ahead of it. A padding row writes null pages. `swa_ptr` may be None; its columns before
+    `first` are null and never looked up.
     """
-    for begin in range(part * BLOCK, live, parts * BLOCK):
-        if BLOCK > 2 * SHORT:
-            # A short row, or the end of one, in fewer lanes: idle ones cost their instructions too.
-            if live - begin <= SHORT:
-                fill_block(
-                    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-                    first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
-                )  # fmt: skip
-            else:
-                fill_block(
-                    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-                    first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
-                )  # fmt: skip
-        else:
+    reach = (parts * SHORT).to(tl.int32)
+    if live <= reach:
+        only = (part * SHORT).to(tl.int32)
+        if only < live:
             fill_block(
                 pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-                first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+                first, live, only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
             )  # fmt: skip
+    elif live <= 4 * reach:
+        columns = tl.where(live <= 2 * reach, 2 * SHORT, 4 * SHORT)
+        only = (part * columns).to(tl.int32)
+        if only < live:
+            fill_block(
+                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                first, tl.minimum(live, only + columns), only, status_ptr,
+                PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 4 * SHORT,
+            )  # fmt: skip
+    else:
+        # Other strides take registers that 32 bits leave free; unsigned, for no sum wraps then.
+        COLUMN: tl.constexpr = tl.int64 if UNIT_STRIDE else tl.uint32
+        begin = (part * BLOCK).to(COLUMN)
+        while begin < live.to(COLUMN):
+            fill_block(
+                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                first, live, begin.to(tl.int64), status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+            )  # fmt: skip
+            begin += (parts * BLOCK).to(COLUMN)
 
 
 @device_function

@@ -1,6 +1,6 @@
 """The kernel behind `update_metadata`: `decode_metadata`'s, but of a page table it writes what changed alone.
 
-Grid (chunks + B, parts) as there. What a row's tables hold is on record once for each of its programs, in `held`: a
+Grid (chunks + B * parts) as there. What a row's tables hold is on record once for each of its programs, in `held`: a
 program reads and writes its own record only, so that none can meet a record that another has already renewed.
 """
 
@@ -21,6 +21,7 @@ from compiled_kv.rows_triton import (
     page_of,
     pages_of,
     report,
+    row_and_part,
     slots_of_tokens,
     swa_page_of,
     value_at,
@@ -105,24 +106,24 @@ def update_metadata_kernel(
     cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, page_table_ptr, swa_page_table_ptr, slot_mapping_ptr, swa_slot_mapping_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, generation_stride, q_stride,
     slots_stride, num_slots, map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens,
-    delta, q_len, cap, pad_seqlen, window,
+    delta, q_len, cap, pad_seqlen, window, parts, reciprocal,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, DEBUG: tl.constexpr,
     PDL: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
-    row = tl.program_id(0) - (tl.num_programs(0) - batch_size)
-    part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     active = active_rows(num_reqs_ptr, batch_size)
-    if row < 0:
-        if part == 0:
-            sum_batch(
-                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
-                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
-                slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-                tl.program_id(0), DEBUG, CHUNK, SCAN,
-            )  # fmt: skip
+    parts = tl.zeros([], tl.int64) + parts
+    turn = (tl.program_id(0) - tl.maximum((batch_size + CHUNK - 1) // CHUNK, 1)).to(tl.int32)
+    row, part = row_and_part(turn, batch_size, parts, reciprocal)
+    if turn < 0:
+        sum_batch(
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
+            batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
+            slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
+            tl.program_id(0), DEBUG, CHUNK, SCAN,
+        )  # fmt: skip
     else:
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
         seq_len = value_at(seq_lens_ptr, row, seq_stride, True, 0)
@@ -139,10 +140,10 @@ def update_metadata_kernel(
             swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
         if slot_mapping_ptr is not None:
             # The last program, whose share of a row's pages is the smallest, takes the first tokens.
-            turn = parts - 1 - part
+            from_last = parts - 1 - part
             first_token = row.to(tl.int64) * q_len
             if q_lens_ptr is not None:
-                if turn * TOKENS < queries:
+                if from_last * TOKENS < queries:
                     # Loaded here and not in a device function: torch's mutation analysis follows a call's result to all
                     # its pointers, and would take q_lens for an output.
                     for begin in range(0, row, SCAN):
@@ -150,7 +151,7 @@ def update_metadata_kernel(
                         q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < row, other=0)
                         first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
             count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
-            query = turn * TOKENS + tl.arange(0, TOKENS)
+            query = from_last * TOKENS + tl.arange(0, TOKENS)
             # Looked up before the pages and stored behind them: one wait for both.
             room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
             slot = slots_of_tokens(
@@ -167,7 +168,7 @@ def update_metadata_kernel(
         if slot_mapping_ptr is not None:
             token_bits = write_slots(
                 slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, turn, parts,
+                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, from_last, parts,
                 PAGE_SIZE, PAGE_MAP, TOKENS,
             )  # fmt: skip
             report(token_bits, status_ptr, DEBUG)

@@ -31,11 +31,13 @@ from compiled_kv.checks import (
     check_width,
 )
 from compiled_kv.launch import (
+    FRACTION,
     PROGRAMS,
     RENEWED,
     chunks,
     launch,
     programs_a_row,
+    reciprocal_of,
     runs_kernel,
 )
 from compiled_kv.layout import KVLayout
@@ -63,11 +65,11 @@ def clear_held(held: Tensor) -> Tensor:
 def _launch(
     out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
 ) -> None:
-    batch_size = given.seq_lens.shape[0]
+    batch_size, parts = given.seq_lens.shape[0], held.shape[1]
     launch(
-        update_metadata_kernel, (chunks(batch_size) + batch_size, held.shape[1]),
+        update_metadata_kernel, (chunks(batch_size) + batch_size * parts,),
         **kernel_arguments(out, given, settings, num_tokens), held_ptr=held, generations_ptr=generations,
-        generation_stride=generations.stride(0), BLOCK=RENEWED,
+        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(batch_size), BLOCK=RENEWED,
     )  # fmt: skip
 
 
@@ -154,6 +156,8 @@ def _check_room(
     sizes.check_output("held", held, INT64, "M", "parts", str(RECORD))
     if held.shape[2] != RECORD or held.shape[1] < 1 or not held.is_contiguous():
         raise ValueError(f"held must be contiguous [M, parts, {RECORD}] with parts >= 1, got {list(held.shape)}")
+    if held.shape[1] > 1 and held.shape[0] ** 2 * held.shape[1] > 1 << FRACTION:
+        raise ValueError(f"held must be made by new_held, which makes fewer parts, got {list(held.shape)}")
     batch_size = sizes.named["B"]
     rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}
     _check_least("held", held, batch_size, "rows")

@@ -86,11 +86,11 @@ def _launch(
 ) -> None:  # fmt: skip
     table, swa_table = out
     batch_size, width = table.shape
-    block, parts = split_rows(batch_size, width, page_size)
+    split = split_rows(batch_size, width, page_size, is_mapped=True)
     map_ = page_map if full_to_swa is None else full_to_swa
     assert map_ is not None
     launch(
-        _swa_page_table_kernel, (batch_size, parts),
+        _swa_page_table_kernel, (batch_size, split.parts),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, cache_seqlens_ptr=cache_seqlens,
         q_lens_ptr=q_lens,
         map_ptr=map_, page_table_ptr=table, swa_page_table_ptr=swa_table,
@@ -103,7 +103,7 @@ def _launch(
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
         CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
-        PDL=False, BLOCK=block, num_warps=WARPS,
+        PDL=False, BLOCK=split.block, num_warps=WARPS,
     )  # fmt: skip
 
 

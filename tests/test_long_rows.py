@@ -65,6 +65,12 @@ def test_rows_of_one_length_are_shared_evenly() -> None:
     assert cut([60, 60], 1, 2) == 30  # four programs, thirty blocks each
 
 
+@interpreted
+def test_few_helpers_leave_many_long_rows_alone() -> None:
+    assert cut([60] * 5, 1, 2) == 60
+    assert cut([60] * 4, 1, 2) < 60
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
 def test_interpreted_cuts() -> None:
     pytest.importorskip("triton")
@@ -75,4 +81,4 @@ def test_interpreted_cuts() -> None:
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0 and "6 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "7 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]

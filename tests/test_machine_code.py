@@ -57,7 +57,7 @@ INTS = {
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
     "indptr_stride", "capacity", "branch_stride", "indptr_row_stride", "indices_row_stride", "topk", "num_steps",
-    "sinks", "num_rows", "line_stride",
+    "sinks", "num_rows", "line_stride", "parts", "helpers", "reciprocal",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -73,7 +73,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "UNIT_STRIDE": (True, False),
     "BLOCK": (launch.BLOCK,),
     "TOKENS": (launch.TOKENS,),
-    "TURNS": (launch.TURNS,),
+    "LONG": (launch.LONG,),
     "SHARED": (launch.SHARED,),
     "CHUNK": (launch.CHUNK,),
     "SCAN": (launch.SCAN,),
@@ -137,9 +137,10 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS} | PASSED.get(kernel.__name__, {})
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
     if kernel.__name__ in FROM_TOKEN_POOL:
-        common["BLOCK"] = launch.columns_a_turn(int(str(page_size)))
-        if "SHARED" in common:
-            common["SHARED"] = min(common["BLOCK"], launch.SHARED)
+        split = launch.split_rows(1, 1, int(str(page_size)), is_mapped="map_ptr" not in absent)
+        common["BLOCK"] = split.block
+        if "LONG" in common:
+            common["LONG"] = split.long
     nones = dict.fromkeys(absent)
     return Case(kernel, {k: v for k, v in types.items() if k not in nones}, {**common, **constants, **nones})
 

@@ -29,7 +29,7 @@ operators = pytest.mark.parametrize("operator", OPERATORS)
 FULL_BLOCKS = ("plain", "wide-batch")
 SMALL_SIZES = {
     "BLOCK": 4, "RENEWED": 4, "CHUNK": 4, "SCAN": 8, "TOKENS": 4, "ROW_TOKENS": 4, "PROGRAMS": 12,
-    "TURNS": 1, "HELPERS": 3, "SHARED": 2,
+    "LONG": 4, "HELPERS": 3, "SHARED": 2, "LEAST": 1,
 }  # fmt: skip
 
 
@@ -45,8 +45,6 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
                     monkeypatch.setattr(module, size, small)
             if hasattr(module, "SHORT"):
                 monkeypatch.setattr(module, "SHORT", constexpr(1))
-            if hasattr(module, "columns_a_turn"):
-                monkeypatch.setattr(module, "columns_a_turn", lambda page_size: 4)
 
 
 def forms_of(operator: str) -> list[Form]:

@@ -223,6 +223,8 @@ WRONG: list[tuple[str, Call, type[Exception], str]] = [
      "held must be contiguous [M, parts, 5]"),
     ("int32-record", {"held": torch.zeros(11, 2, 5, dtype=torch.int32)}, TypeError, "held must be int64, got int32"),
     ("small-record", {"held": torch.zeros(2, 2, 5, dtype=torch.int64)}, ValueError, "held must have at least 3 rows"),
+    ("many-parts", {"held": torch.zeros(512, 5, 5, dtype=torch.int64)}, ValueError,
+     "held must be made by new_held, which makes fewer parts, got [512, 5, 5]"),
     ("small-table", {"page_table": torch.zeros(2, 7, dtype=torch.int32)}, ValueError,
      "out.page_table must have at least 3 rows"),
     ("narrow-table", {"page_table": torch.zeros(11, 4, dtype=torch.int32)}, ValueError,
