@@ -210,33 +210,35 @@ def fill_row(
     loop less is computed ahead of it. A padding row writes null pages. `swa_ptr` may be None; its columns before
     `first` are null and never looked up.
     """
-    reach = (parts * SHORT).to(tl.int32)
+    # Branches and no computed width: torch's mutation analysis would follow a column computed from a length back to all
+    # pointers of the call that loaded it.
+    only, reach = part * SHORT, (parts * SHORT).to(tl.int32)
     if live <= reach:
-        only = (part * SHORT).to(tl.int32)
         if only < live:
             fill_block(
                 pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
                 first, live, only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
             )  # fmt: skip
-    elif live <= 4 * reach:
-        columns = tl.where(live <= 2 * reach, 2 * SHORT, 4 * SHORT)
-        only = (part * columns).to(tl.int32)
-        if only < live:
+    elif live <= 2 * reach:
+        if 2 * only < live:
             fill_block(
                 pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-                first, tl.minimum(live, only + columns), only, status_ptr,
-                PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 4 * SHORT,
+                first, live, 2 * only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 2 * SHORT,
+            )  # fmt: skip
+    elif live <= 4 * reach:
+        if 4 * only < live:
+            fill_block(
+                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                first, live, 4 * only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 4 * SHORT,
             )  # fmt: skip
     else:
-        # Other strides take registers that 32 bits leave free; unsigned, for no sum wraps then.
-        COLUMN: tl.constexpr = tl.int64 if UNIT_STRIDE else tl.uint32
-        begin = (part * BLOCK).to(COLUMN)
-        while begin < live.to(COLUMN):
+        # Pointers of other strides take registers of their own, which half the lanes leave free.
+        LANES: tl.constexpr = BLOCK if UNIT_STRIDE else BLOCK // 2
+        for begin in range(part * LANES, live, parts * LANES):
             fill_block(
                 pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-                first, live, begin.to(tl.int64), status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+                first, live, begin, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, LANES,
             )  # fmt: skip
-            begin += (parts * BLOCK).to(COLUMN)
 
 
 @device_function
