@@ -137,8 +137,10 @@ SCAN = 512
 # Tokens a program finds slots for at a time; of one row, of which most have one token.
 TOKENS = 128
 ROW_TOKENS = 64
-# Some five programs for each multiprocessor fill the device; more would only cost their own start.
+# Some five programs for each of 132 multiprocessors fill the device; more would only cost their own start. Pages of few
+# tokens share their sectors of memory, so that eight find room there, and ten where a map is looked up as well.
 PROGRAMS = 640
+FINE_PROGRAMS = 1056
 # Columns a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
 # and columns they take at a time: their lanes cost the registers of every program.
 LONG = 1024
@@ -161,27 +163,30 @@ class Split(NamedTuple):
     """Programs without a row of their own; none where `parts` programs are enough for any row."""
 
 
-def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool) -> Split:
-    """Where a map is looked up as well, half the columns keep as many loads in flight. Pages of few tokens share their
-    sectors of memory, so that more programs find room there, and bring more than their own start."""
+def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool, has_unit_stride: bool) -> Split:
+    """Where a map is looked up as well, fewer columns keep as many loads in flight, and more programs share a row.
+    Pointers of other strides take registers of their own, which half the columns leave free.
+    """
     page_size = int(page_size)  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
-    block = BLOCK if is_mapped else 2 * BLOCK
+    block, long = (BLOCK if is_mapped else 2 * BLOCK), LONG
     parts = programs_a_row(batch_size, width, LEAST)
-    if page_size >= 8:
-        long, most = LONG, HELPERS
-    else:
-        long, most = 8 * LONG, 2 * HELPERS
-        parts = torch.sym_max(parts, programs_a_row(batch_size, width, block, 2 * PROGRAMS))
+    if page_size < 8:
+        long = (2 if is_mapped else 8) * LONG
+        programs = FINE_PROGRAMS * 5 // 4 if is_mapped else FINE_PROGRAMS
+        parts = torch.sym_max(parts, programs_a_row(batch_size, width, block, programs))
     shared = ceil_div(torch.sym_max(width - parts * long, 0), SHARED)
-    return Split(block, parts, long, torch.sym_min(most, batch_size * shared))
+    helpers = torch.sym_min(HELPERS if page_size >= 8 else 2 * HELPERS, batch_size * shared)
+    return Split(block if has_unit_stride else block // 2, parts, long, helpers)
 
 
 def reciprocal_of(batch_size: int) -> int:
-    """1 / batch_size, by which a program finds its row: dividing takes it longer than anything else before its loads.
-
-    It is exact where programs share rows, for there are at most 2 * PROGRAMS of them, and half as many rows.
-    """
+    """1 / batch_size, by which a program finds its row: dividing takes longer than anything else before its loads."""
     return ceil_div(1 << FRACTION, torch.sym_max(batch_size, 1))
+
+
+def is_reciprocal_exact(batch_size: int, parts: int) -> bool:
+    """Whether `parts` programs for each of so many rows find theirs, as all of `split_rows` and `new_held` do."""
+    return parts == 1 or batch_size**2 * parts <= 1 << FRACTION
 
 
 def programs_a_row(batch_size: int, width: int, block: int | None = None, programs: int | None = None) -> int:

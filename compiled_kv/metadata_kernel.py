@@ -15,13 +15,16 @@ from compiled_kv.rows_triton import (
     clamped_length,
     clamped_queries,
     clear_row,
-    fill_row,
+    fill_at_once,
+    fill_turns,
     first_column,
     is_within,
     load_at,
+    needs_turns,
     pages_of,
+    place_of,
     report,
-    row_and_part,
+    slots_of_columns,
     slots_of_tokens,
     value_at,
     write_slots,
@@ -44,9 +47,7 @@ def decode_metadata_kernel(
     active = active_rows(num_reqs_ptr, batch_size)
     parts = tl.zeros([], tl.int64) + parts
     helpers = (tl.zeros([], tl.int64) + helpers).to(tl.int32)
-    chunks = tl.maximum((batch_size + CHUNK - 1) // CHUNK, 1)
-    turn = (tl.program_id(0) - chunks).to(tl.int32)
-    row, part = row_and_part(turn, batch_size, parts, reciprocal)
+    turn, row, part = place_of(tl.program_id(0), batch_size, parts, reciprocal, CHUNK)
     if turn < 0:
         sum_batch(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
@@ -72,13 +73,6 @@ def decode_metadata_kernel(
         is_live = (row < active) & is_within(pool_row, pool_rows)
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
         live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
-        end = live
-        if is_live & (live > parts * LONG):
-            own = own_blocks(
-                seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, pool_rows, active, delta, cap, width,
-                parts.to(tl.int32), helpers, PAGE_SIZE, LONG // SHARED, SHARED, SCAN,
-            )  # fmt: skip
-            end = tl.minimum(live, own.to(tl.int64) * SHARED).to(tl.int32)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
         page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
         swa_row_ptr = None
@@ -104,11 +98,37 @@ def decode_metadata_kernel(
                 pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, length - queries, query,
                 query < count,
             )  # fmt: skip
-        fill_row(
-            pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size,
-            first_column(length, queries, window, PAGE_SIZE, WINDOWED), end, part, parts, status_ptr,
-            PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
-        )  # fmt: skip
+        if needs_turns(live, parts):
+            # The first turn is the row's own wherever it is cut, so its slots can be on their way meanwhile; in 64 bits, or
+            # with a map, they would spill.
+            EARLY: tl.constexpr = (map_ptr is None) and (req_to_token_ptr.dtype.element_ty == tl.int32)
+            if EARLY:
+                taken = slots_of_columns(
+                    pool_row_ptr, pool_stride, pool_width, 0, is_live, live, part * BLOCK, PAGE_SIZE, UNIT_STRIDE, BLOCK
+                )
+            end = live
+            if is_live & (live > parts * LONG):
+                own = own_blocks(
+                    seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, pool_rows, active, delta, cap, width,
+                    parts.to(tl.int32), helpers, PAGE_SIZE, LONG // SHARED, SHARED, SCAN,
+                )  # fmt: skip
+                end = tl.minimum(live, own.to(tl.int64) * SHARED).to(tl.int32)
+            if not EARLY:
+                taken = slots_of_columns(
+                    pool_row_ptr, pool_stride, pool_width, 0, is_live, live, part * BLOCK, PAGE_SIZE, UNIT_STRIDE, BLOCK
+                )
+            first = first_column(length, queries, window, PAGE_SIZE, WINDOWED)
+            fill_turns(
+                taken, pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr,
+                map_stride, map_size, first, end, part, parts, status_ptr,
+                PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+            )  # fmt: skip
+        else:
+            first = first_column(length, queries, window, PAGE_SIZE, WINDOWED)
+            fill_at_once(
+                pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr, map_stride,
+                map_size, first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
+            )  # fmt: skip
         if CLEAR:
             clear_row(page_row_ptr, live, width, part, parts, BLOCK)
             if swa_page_table_ptr is not None:

@@ -23,12 +23,13 @@ def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool) -> None:
     batch_size, width = out.page_table.shape
-    split = split_rows(batch_size, width, settings.page_size, given.swa_map is not None)
+    has_unit_stride = given.req_to_token.stride(1) == 1
+    split = split_rows(batch_size, width, settings.page_size, given.swa_map is not None, has_unit_stride)
     launch(
         decode_metadata_kernel, (chunks(batch_size) + batch_size * split.parts + split.helpers,),
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
         parts=split.parts, helpers=split.helpers, reciprocal=reciprocal_of(batch_size), CLEAR=clear,
-        UNIT_STRIDE=given.req_to_token.stride(1) == 1, BLOCK=split.block, LONG=split.long, SHARED=SHARED,
+        UNIT_STRIDE=has_unit_stride, BLOCK=split.block, LONG=split.long, SHARED=SHARED,
     )  # fmt: skip
 
 

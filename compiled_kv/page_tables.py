@@ -69,7 +69,8 @@ def _launch(
     page_size: int, cap: int, clear: bool,
 ) -> None:  # fmt: skip
     batch_size, width = req_pool_indices.shape[0], out.shape[1]
-    split = split_rows(batch_size, width, page_size, is_mapped=False)
+    has_unit_stride = req_to_token.stride(1) == 1
+    split = split_rows(batch_size, width, page_size, False, has_unit_stride)
     launch(
         _page_table_kernel, (batch_size, split.parts),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, kv_lens_ptr=kv_lens,
@@ -79,7 +80,7 @@ def _launch(
         index_stride=req_pool_indices.stride(0),
         len_stride=kv_lens.stride(0), start_stride=stride_of(kv_start),
         page_row_stride=out.stride(0), width=width, cap=cap,
-        PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
+        PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=has_unit_stride, DEBUG=DEBUG,
         PDL=False, BLOCK=split.block, num_warps=WARPS,
     )  # fmt: skip
 

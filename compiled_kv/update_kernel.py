@@ -20,8 +20,8 @@ from compiled_kv.rows_triton import (
     load_at,
     page_of,
     pages_of,
+    place_of,
     report,
-    row_and_part,
     slots_of_tokens,
     swa_page_of,
     value_at,
@@ -115,8 +115,7 @@ def update_metadata_kernel(
         dependent_launch()
     active = active_rows(num_reqs_ptr, batch_size)
     parts = tl.zeros([], tl.int64) + parts
-    turn = (tl.program_id(0) - tl.maximum((batch_size + CHUNK - 1) // CHUNK, 1)).to(tl.int32)
-    row, part = row_and_part(turn, batch_size, parts, reciprocal)
+    turn, row, part = place_of(tl.program_id(0), batch_size, parts, reciprocal, CHUNK)
     if turn < 0:
         sum_batch(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,

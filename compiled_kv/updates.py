@@ -31,10 +31,10 @@ from compiled_kv.checks import (
     check_width,
 )
 from compiled_kv.launch import (
-    FRACTION,
     PROGRAMS,
     RENEWED,
     chunks,
+    is_reciprocal_exact,
     launch,
     programs_a_row,
     reciprocal_of,
@@ -156,7 +156,7 @@ def _check_room(
     sizes.check_output("held", held, INT64, "M", "parts", str(RECORD))
     if held.shape[2] != RECORD or held.shape[1] < 1 or not held.is_contiguous():
         raise ValueError(f"held must be contiguous [M, parts, {RECORD}] with parts >= 1, got {list(held.shape)}")
-    if held.shape[1] > 1 and held.shape[0] ** 2 * held.shape[1] > 1 << FRACTION:
+    if not is_reciprocal_exact(held.shape[0], held.shape[1]):
         raise ValueError(f"held must be made by new_held, which makes fewer parts, got {list(held.shape)}")
     batch_size = sizes.named["B"]
     rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}

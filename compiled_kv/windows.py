@@ -86,7 +86,8 @@ def _launch(
 ) -> None:  # fmt: skip
     table, swa_table = out
     batch_size, width = table.shape
-    split = split_rows(batch_size, width, page_size, is_mapped=True)
+    has_unit_stride = req_to_token.stride(1) == 1
+    split = split_rows(batch_size, width, page_size, True, has_unit_stride)
     map_ = page_map if full_to_swa is None else full_to_swa
     assert map_ is not None
     launch(
@@ -102,7 +103,7 @@ def _launch(
         map_size=map_.shape[0], page_row_stride=table.stride(0), swa_row_stride=swa_table.stride(0), width=width,
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
-        CLEAR=clear, UNIT_STRIDE=req_to_token.stride(1) == 1, DEBUG=DEBUG,
+        CLEAR=clear, UNIT_STRIDE=has_unit_stride, DEBUG=DEBUG,
         PDL=False, BLOCK=split.block, num_warps=WARPS,
     )  # fmt: skip
 

@@ -137,7 +137,9 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS} | PASSED.get(kernel.__name__, {})
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
     if kernel.__name__ in FROM_TOKEN_POOL:
-        split = launch.split_rows(1, 1, int(str(page_size)), is_mapped="map_ptr" not in absent)
+        split = launch.split_rows(
+            1, 1, int(str(page_size)), "map_ptr" not in absent, constants.get("UNIT_STRIDE", True) is True
+        )
         common["BLOCK"] = split.block
         if "LONG" in common:
             common["LONG"] = split.long
