@@ -99,7 +99,7 @@ def decode_metadata_kernel(
                 query < count,
             )  # fmt: skip
         if needs_turns(live, parts):
-            # The first turn is the row's own wherever it is cut, so its slots can be on their way meanwhile; in 64 bits, or
+            # The first turn is the row's own wherever it is cut, so its slots can be on their way; in 64 bits, or
             # with a map, they would spill.
             EARLY: tl.constexpr = (map_ptr is None) and (req_to_token_ptr.dtype.element_ty == tl.int32)
             if EARLY:

@@ -20,6 +20,7 @@ from compiled_kv.replay.scenarios import serving, story, walk
 from tests.cases import ALL_CASES, FORMS
 from tests.harness import check
 from tests.peer_calls import CALLS, check_call
+from tests.test_large import test_three_rows_much_longer_than_others as long_rows
 from tests.test_updates import test_rows_beyond_two_to_the_31_elements as update_beyond_31_bits
 
 
@@ -61,7 +62,7 @@ def replays(device: str, every: int) -> int:
 
 
 def large(device: str, _: int) -> int:
-    """Slots at the end of a row that begins beyond element 2^31."""
+    """Slots at the end of a row that begins beyond element 2^31, and rows long enough to be shared with helpers."""
     if device == "cpu":
         return 0
     update_beyond_31_bits(torch.int32)
@@ -74,7 +75,10 @@ def large(device: str, _: int) -> int:
     assert meta.slot_mapping is not None and meta.slot_mapping.item() == 2**31 - 1
     assert torch.equal(ckv.page_table(pool, rows, lengths, layout=layout), meta.page_table)
     assert ckv.slot_mapping(pool, rows, lengths - 1).item() == 2**31 - 1
-    return 4
+    for page_size in (1, 16):
+        for is_mapped in (False, True):
+            long_rows(device, 1 << 20, is_mapped, page_size)
+    return 8
 
 
 PARTS: dict[str, Callable[[str, int], int]] = {

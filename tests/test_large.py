@@ -116,3 +116,35 @@ def test_sums_of_many_rows(device: str, pool_rows: int, context: int, batch: int
     found = function("seqlens", mode)(lengths, q_len=queries)
     wanted = reference.seqlens(lengths.cpu(), q_len=queries.cpu())
     assert [tensor.tolist() for tensor in found] == [tensor.tolist() for tensor in wanted]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize(
+    "device, context",
+    [
+        pytest.param("cpu", 2**11, id="small-on-the-cpu"),
+        pytest.param("cuda", 2**20, id="large-on-a-device", marks=DEVICE),
+    ],
+)
+def test_three_rows_much_longer_than_others(device: str, context: int, is_mapped: bool, page_size: int) -> None:
+    seed = torch.Generator(device).manual_seed(2)
+    pool = torch.randint(SLOTS, (40, context), dtype=torch.int32, device=device, generator=seed)
+    token_map = torch.randint(SLOTS, (SLOTS,), device=device, generator=seed)
+    rows = torch.arange(40, device=device).flip(0)
+    lengths = [100] * 40
+    lengths[7], lengths[20], lengths[39] = context, context - 5, context // 3
+    layout = KVLayout(page_size, context, window=300 if is_mapped else None)
+    found = ckv.decode_metadata(
+        pool, rows, torch.tensor(lengths, device=device), layout=layout, full_to_swa=token_map if is_mapped else None
+    )
+    for i, length in enumerate(lengths):
+        slots = pool[39 - i, :length:page_size].long()
+        assert torch.equal(found.page_table[i, : len(slots)].long(), slots // page_size), i
+        assert not found.page_table[i, len(slots) :].any(), i
+        if found.swa_page_table is not None:
+            first = max(length - 300, 0) // page_size
+            assert torch.equal(
+                found.swa_page_table[i, first : len(slots)].long(), token_map[slots[first:]] // page_size
+            )
+            assert not found.swa_page_table[i, :first].any() and not found.swa_page_table[i, len(slots) :].any(), i
