@@ -9,7 +9,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,38 +118,28 @@ def _floor_kernel(
     tl.store(out_ptr + row, slot)
 
 
-@dataclass
-class Replayed:
-    """`call` is captured with 0, 1, ... `count` - 1; `before` runs ahead of a replay, outside of its time."""
-
-    call: Callable[[int], Any]
-    count: int = 50
-    before: Call = lambda: None
-
-
-def graph_us(ways: dict[str, Replayed], rounds: int = 31) -> dict[str, list[float]]:
-    """Device microseconds of each call, one number a round."""
+def graph_us(calls: dict[str, Call], rounds: int = 31, inner: int = 50) -> dict[str, list[float]]:
+    """Device microseconds of each call, one number a round; each runs `inner` times in a graph of its own."""
     graphs = {}
     torch.cuda.synchronize()
-    for name, way in ways.items():
+    for name, call in calls.items():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            way.call(0)
+            call()
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
-            for index in range(way.count):
-                way.call(index)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(inner):
+                call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, graph in graphs.items():
-            ways[name].before()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / ways[name].count)
+            times[name].append(begin.elapsed_time(end) * 1e3 / inner)
     return {name: found[rounds // 10 :] for name, found in times.items()}
 
 
@@ -174,35 +163,39 @@ CELLS = [  # batch, live length, context bound, page size, window
 
 def cell(batch_size: int, length: int, context: int, page_size: int, window: int | None) -> dict[str, Any]:
     buffers, batch = make(batch_size, length, page_size, context, window)
+    buffers.load(batch._replace(seq_lens=[length - page_size] * batch_size))
+    buffers.metadata(batch_size)
+    a_page_ago = buffers.held.clone()
     buffers.load(batch)
     buffers.metadata(batch_size)
-    steps = min(50, length // page_size - 1)
-    pages_ago = torch.arange(steps, -1, -1, device="cuda")[:, None]
-    seq_lens = (length - pages_ago * page_size).expand(-1, batch_size).contiguous()
     scratch = torch.zeros(batch_size, dtype=torch.int64, device="cuda")
     full = type(buffers.out())(*(None if t is None else torch.zeros_like(t) for t in buffers.out()))
 
-    def floor(_: int) -> None:
+    def floor() -> None:
         _floor_kernel[(batch_size,)](
             buffers.req_pool_indices, buffers.seq_lens, buffers.req_to_token, buffers.full_to_swa, scratch,
             buffers.req_to_token.stride(0), PAGE_SIZE=page_size, MAPPED=window is not None,
         )  # fmt: skip
 
-    def steady(_: int) -> None:
+    def steady() -> None:
         buffers.metadata(batch_size)
 
-    def at(step: int) -> None:
-        buffers.metadata(batch_size, seq_lens=seq_lens[step])
+    def put_back() -> None:
+        buffers.held.copy_(a_page_ago)
 
-    def rebuild(_: int) -> None:
+    def new_page() -> None:
+        put_back()
+        buffers.metadata(batch_size)
+
+    def rebuild() -> None:
         decode_metadata(
             buffers.req_to_token, buffers.req_pool_indices, buffers.seq_lens, layout=buffers.layout,
             full_to_swa=buffers.full_to_swa, num_reqs=buffers.num_reqs, out=full, tail="keep",
         )  # fmt: skip
 
-    new_page = Replayed(lambda step: at(step + 1), steps, before=lambda: at(0))
-    ways = {"floor": Replayed(floor), "steady": Replayed(steady), "page": new_page, "rebuild": Replayed(rebuild)}
-    times = graph_us(ways)
+    calls = {"floor": floor, "steady": steady, "put back": put_back, "page": new_page, "rebuild": rebuild}
+    times = graph_us(calls)
+    times["page"] = [both - back for both, back in zip(times["page"], times["put back"], strict=True)]
     agrees = all(a is b is None or torch.equal(a, b) for a, b in zip(buffers.out(), full, strict=True))
     median = {name: round(statistics.median(found), 2) for name, found in times.items()}
     over = {
