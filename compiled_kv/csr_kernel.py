@@ -6,8 +6,9 @@ and program (1 + i, k) writes the entries of row i. Where `kv_indptr` is not giv
 
 from __future__ import annotations
 
+from compiled_kv.columns_triton import clear_row
 from compiled_kv.launch import device_function, kernel, tl
-from compiled_kv.rows_triton import active_rows, clamped_length, clear_row, load_at, page_of, through_map, value_at
+from compiled_kv.rows_triton import active_rows, clamped_length, load_at, page_of, through_map, value_at
 
 
 @device_function

@@ -6,9 +6,10 @@ branch owns, and program (1 + i, k) writes the entries of branch i, behind those
 
 from __future__ import annotations
 
+from compiled_kv.columns_triton import clear_row
 from compiled_kv.csr_kernel import entry_of, slots_at
 from compiled_kv.launch import device_function, kernel, tl
-from compiled_kv.rows_triton import INT32_MAX, clamped_length, clear_row, load_at, page_of, through_map
+from compiled_kv.rows_triton import INT32_MAX, clamped_length, load_at, page_of, through_map
 
 
 @device_function

@@ -8,11 +8,11 @@ find the same cut from the lengths alone, and a batch without long rows costs a 
 
 from __future__ import annotations
 
+from compiled_kv.columns_triton import fill_block
 from compiled_kv.launch import constexpr, device_function, tl
 from compiled_kv.rows_triton import (
     clamped_length,
     clamped_queries,
-    fill_block,
     first_column,
     is_within,
     load_at,

@@ -8,23 +8,19 @@ than others is shared with the helpers (long_rows_triton).
 from __future__ import annotations
 
 from compiled_kv.batch_triton import sum_batch
+from compiled_kv.columns_triton import clear_row, fill_at_once, fill_turns, needs_turns, slots_of_columns
 from compiled_kv.launch import dependent_launch, kernel, tl
 from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,
     clamped_length,
     clamped_queries,
-    clear_row,
-    fill_at_once,
-    fill_turns,
     first_column,
     is_within,
     load_at,
-    needs_turns,
     pages_of,
     place_of,
     report,
-    slots_of_columns,
     slots_of_tokens,
     value_at,
     write_slots,

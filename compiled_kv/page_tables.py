@@ -30,9 +30,10 @@ from compiled_kv.checks import (
     check_table_output,
     check_tail,
 )
+from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
-from compiled_kv.rows_triton import clamped_length, clear_row, fill_row, is_within, load_at, pages_of, value_at
+from compiled_kv.rows_triton import clamped_length, is_within, load_at, pages_of, value_at
 from compiled_kv.status import DEBUG, Status
 
 

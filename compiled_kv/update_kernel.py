@@ -7,6 +7,7 @@ program reads and writes its own record only, so that none can meet a record tha
 from __future__ import annotations
 
 from compiled_kv.batch_triton import sum_batch
+from compiled_kv.columns_triton import clear_row
 from compiled_kv.launch import dependent_launch, device_function, kernel, tl
 from compiled_kv.rows_triton import (
     BAD_SLOT,
@@ -14,7 +15,6 @@ from compiled_kv.rows_triton import (
     active_rows,
     clamped_length,
     clamped_queries,
-    clear_row,
     first_column,
     is_within,
     load_at,

@@ -26,14 +26,13 @@ from compiled_kv.checks import (
     check_tail,
     check_tuple,
 )
+from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
 from compiled_kv.rows_triton import (
     clamped_length,
     clamped_queries,
-    clear_row,
-    fill_row,
     first_column,
     is_within,
     load_at,

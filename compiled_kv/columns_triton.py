@@ -1,0 +1,170 @@
+"""Device functions that write the columns of one row of a page table, shared among the row's programs.
+
+fill_row(live)            columns [0, live)
+  fill_at_once            where one turn a program is enough
+  fill_turns              else, turn by turn
+clear_row(live, width)    columns [live, width)
+"""
+
+from __future__ import annotations
+
+from compiled_kv.launch import LEAST, constexpr, device_function, tl
+from compiled_kv.rows_triton import BAD_SLOT, UNMAPPED, page_of, report, swa_page_of
+
+SHORT = constexpr(LEAST)
+
+
+@device_function
+def slots_of_columns(
+    pool_ptr, pool_stride, pool_width, start, is_live, live, begin,
+    PAGE_SIZE: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """First slots of the pages in columns [begin, begin + BLOCK) of one row; -1 past the pool's end, 0 past `live` and
+    in a padding row."""
+    # Counted from `begin`, so that lanes are compared in 32 bits and none wraps.
+    lane = tl.arange(0, BLOCK)
+    # With a unit stride the lanes of a thread lie at constant distances, which costs no registers.
+    step = tl.full([], 1, tl.int64) if UNIT_STRIDE else tl.zeros([], tl.int64) + pool_stride
+    start += tl.zeros([], tl.int64)
+    owned = tl.where(is_live, live, 0)
+    readable = tl.minimum(owned, (pool_width - start + PAGE_SIZE - 1) // PAGE_SIZE).to(tl.int32)
+    unread = tl.where(lane < (owned - begin).to(tl.int32), -1, 0).to(pool_ptr.dtype.element_ty)
+    is_read = lane < (readable - begin).to(tl.int32)
+    page_step = step * PAGE_SIZE
+    at = start * step + begin * page_step + lane.to(tl.int64) * page_step
+    return tl.load(pool_ptr + at, mask=is_read, other=unread)
+
+
+@device_function
+def write_columns(
+    slot, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, begin, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write those of the columns [begin, begin + BLOCK) of one row that lie before `live`, from `slots_of_columns`."""
+    lane = tl.arange(0, BLOCK)
+    in_row = lane < (live - begin).to(tl.int32)
+    page = page_of(slot, PAGE_SIZE)
+    tl.store(page_ptr + begin + lane, page, mask=in_row)
+    # Signs, not predicates, carry the bits: predicates of this many lanes would spill.
+    bits = (page >> 31) & BAD_SLOT
+    if swa_ptr is not None:
+        seen = (lane >= (first - begin).to(tl.int32)) & (lane < (tl.where(is_live, live, 0) - begin).to(tl.int32))
+        swa_page = swa_page_of(slot, page, map_ptr, map_stride, map_size, seen, PAGE_SIZE, PAGE_MAP)
+        swa_page = tl.where(seen, swa_page, 0)
+        tl.store(swa_ptr + begin + lane, swa_page, mask=in_row)
+        bits |= (swa_page >> 31) & ~(page >> 31) & UNMAPPED
+    report(bits, status_ptr, DEBUG)
+
+
+@device_function
+def fill_block(
+    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    first, live, begin, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write those of the columns [begin, begin + BLOCK) of one row that lie before `live`."""
+    slot = slots_of_columns(
+        pool_ptr, pool_stride, pool_width, start, is_live, live, begin, PAGE_SIZE, UNIT_STRIDE, BLOCK
+    )
+    write_columns(
+        slot, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, begin, status_ptr,
+        PAGE_SIZE, PAGE_MAP, DEBUG, BLOCK,
+    )  # fmt: skip
+
+
+@device_function
+def needs_turns(live, parts):
+    """Whether `parts` programs need more than one turn each of the most columns that `fill_at_once` takes."""
+    return live > (4 * parts * SHORT).to(tl.int32)
+
+
+@device_function
+def fill_at_once(
+    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    first, live, part, parts, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+):  # fmt: skip
+    """Write columns [0, live) of a row that does not need turns, in as few columns a program as that takes: it waits
+    for one load as long as for many, and without a loop less is computed ahead of it."""
+    # Branches and no computed width: torch's mutation analysis would follow a column computed from a length back to all
+    # pointers of the call that loaded it.
+    only, reach = part * SHORT, (parts * SHORT).to(tl.int32)
+    if live <= reach:
+        if only < live:
+            fill_block(
+                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                first, live, only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
+            )  # fmt: skip
+    elif live <= 2 * reach:
+        if 2 * only < live:
+            fill_block(
+                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+                first, live, 2 * only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 2 * SHORT,
+            )  # fmt: skip
+    elif 4 * only < live:
+        fill_block(
+            pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+            first, live, 4 * only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 4 * SHORT,
+        )  # fmt: skip
+
+
+@device_function
+def fill_turns(
+    slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    first, live, part, parts, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write columns [0, live) of one row, `parts` programs taking turns; `slot` are those of the first turn."""
+    for begin in range(part * BLOCK, live, parts * BLOCK):
+        if swa_ptr is not None:
+            # A turn ahead, while slots are looked up in the map.
+            coming = slots_of_columns(
+                pool_ptr, pool_stride, pool_width, start, is_live, live, begin + parts * BLOCK,
+                PAGE_SIZE, UNIT_STRIDE, BLOCK,
+            )  # fmt: skip
+        elif begin != part * BLOCK:
+            slot = slots_of_columns(
+                pool_ptr, pool_stride, pool_width, start, is_live, live, begin, PAGE_SIZE, UNIT_STRIDE, BLOCK
+            )
+        write_columns(
+            slot, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, begin, status_ptr,
+            PAGE_SIZE, PAGE_MAP, DEBUG, BLOCK,
+        )  # fmt: skip
+        if swa_ptr is not None:
+            slot = coming
+
+
+@device_function
+def fill_row(
+    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    first, live, part, parts, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write columns [0, live) of one row, shared among `parts` programs.
+
+    A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
+    """
+    if needs_turns(live, parts):
+        slot = slots_of_columns(
+            pool_ptr, pool_stride, pool_width, start, is_live, live, part * BLOCK, PAGE_SIZE, UNIT_STRIDE, BLOCK
+        )
+        fill_turns(
+            slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+        )  # fmt: skip
+    else:
+        fill_at_once(
+            pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
+        )  # fmt: skip
+
+
+@device_function
+def clear_row(page_ptr, live, width, part, parts, BLOCK: tl.constexpr):
+    """Write the null page to columns [live, width)."""
+    for begin in range(live + part * BLOCK, width, parts * BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        tl.store(page_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
