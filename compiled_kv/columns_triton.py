@@ -20,7 +20,7 @@ def slots_of_columns(
     PAGE_SIZE: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First slots of the pages in columns [begin, begin + BLOCK) of one row; -1 past the pool's end, 0 past `live` and
-    in a padding row."""
+    in a padding row. `begin` is at most `live`, or no more than a turn behind it: differences have 32 bits."""
     # Counted from `begin`, so that lanes are compared in 32 bits and none wraps.
     lane = tl.arange(0, BLOCK)
     # With a unit stride the lanes of a thread lie at constant distances, which costs no registers.
@@ -119,9 +119,9 @@ def fill_turns(
     """Write columns [0, live) of one row, `parts` programs taking turns; `slot` are those of the first turn."""
     for begin in range(part * BLOCK, live, parts * BLOCK):
         if swa_ptr is not None:
-            # A turn ahead, while slots are looked up in the map.
+            # A turn ahead, while slots are looked up in the map; none past the last turn, whose difference might wrap.
             coming = slots_of_columns(
-                pool_ptr, pool_stride, pool_width, start, is_live, live, begin + parts * BLOCK,
+                pool_ptr, pool_stride, pool_width, start, is_live, live, tl.minimum(begin + parts * BLOCK, live),
                 PAGE_SIZE, UNIT_STRIDE, BLOCK,
             )  # fmt: skip
         elif begin != part * BLOCK:

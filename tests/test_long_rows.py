@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_kv.columns_triton import fill_turns
 from compiled_kv.launch import kernel, launch, tl
 from compiled_kv.long_rows_triton import own_blocks
 from tests.conftest import INTERPRETED
@@ -28,6 +29,16 @@ def _cut_kernel(
         tl.zeros([], tl.int32) + helpers, 1, TURNS, BLOCK, SCAN,
     )  # fmt: skip
     tl.store(out_ptr, own)
+
+
+@kernel
+def _last_turn_kernel(pool_ptr, map_ptr, page_ptr, swa_ptr, width, part, parts, BLOCK: tl.constexpr):
+    """The last turn over a padding row of `width` columns, into tensors that begin with that turn's first column."""
+    part, parts = tl.zeros([], tl.int64) + part, tl.zeros([], tl.int64) + parts
+    fill_turns(
+        tl.zeros([BLOCK], tl.int32), pool_ptr, 1, width, 0, parts < 0, page_ptr - part * BLOCK, swa_ptr - part * BLOCK,
+        map_ptr, 1, 1, tl.zeros([], tl.int32), width, part, parts, None, 1, False, True, False, BLOCK,
+    )  # fmt: skip
 
 
 def cut(blocks: list[int], parts: int, helpers: int) -> int:
@@ -71,6 +82,16 @@ def test_few_helpers_leave_many_long_rows_alone() -> None:
     assert cut([60] * 4, 1, 2) < 60
 
 
+@interpreted
+@pytest.mark.parametrize("parts", [2**29 - 1, 2**29])
+def test_nothing_is_read_ahead_of_the_last_turn_of_the_widest_row(parts: int) -> None:
+    tables, nothing = torch.full((2, 4), 5, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    # Without storage: a lane that read from it would end this process.
+    given: dict[str, Any] = {"pool_ptr": nothing, "map_ptr": nothing, "page_ptr": tables[0], "swa_ptr": tables[1]}
+    launch(_last_turn_kernel, (1,), **given, width=4 * parts - 1, part=parts - 1, parts=parts, BLOCK=4)
+    assert tables.tolist() == [[0, 0, 0, 5]] * 2
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
 def test_interpreted_cuts() -> None:
     pytest.importorskip("triton")
@@ -81,4 +102,4 @@ def test_interpreted_cuts() -> None:
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0 and "7 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "9 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]

@@ -43,7 +43,7 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
             for size, small in SMALL_SIZES.items():
                 if isinstance(getattr(module, size, None), int):
                     monkeypatch.setattr(module, size, small)
-            if hasattr(module, "SHORT"):
+            if isinstance(getattr(module, "SHORT", None), constexpr):
                 monkeypatch.setattr(module, "SHORT", constexpr(1))
 
 
