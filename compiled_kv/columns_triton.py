@@ -1,9 +1,10 @@
 """Device functions that write the columns of one row of a page table, shared among the row's programs.
 
-fill_row(live)            columns [0, live)
-  fill_at_once            where one turn a program is enough
-  fill_turns              else, turn by turn
-clear_row(live, width)    columns [live, width)
+fill_row                  columns [0, live)
+  fill_at_once            where one turn a program is enough (else it `needs_turns`)
+  fill_turns              turn by turn
+fill_block                some columns: `slots_of_columns`, then `write_columns`
+clear_row                 columns [live, width)
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from compiled_kv.launch import LEAST, constexpr, device_function, tl
 from compiled_kv.rows_triton import BAD_SLOT, UNMAPPED, page_of, report, swa_page_of
 
 SHORT = constexpr(LEAST)
+# The most columns that a program writes at once, in SHORT of them.
+AT_ONCE = constexpr(4)
 
 
 @device_function
@@ -20,7 +23,7 @@ def slots_of_columns(
     PAGE_SIZE: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """First slots of the pages in columns [begin, begin + BLOCK) of one row; -1 past the pool's end, 0 past `live` and
-    in a padding row. `begin` is at most `live`, or no more than a turn behind it: differences have 32 bits."""
+    in a padding row. `begin` is below 2^31, as `live` is: their differences have 32 bits."""
     # Counted from `begin`, so that lanes are compared in 32 bits and none wraps.
     lane = tl.arange(0, BLOCK)
     # With a unit stride the lanes of a thread lie at constant distances, which costs no registers.
@@ -76,7 +79,7 @@ def fill_block(
 @device_function
 def needs_turns(live, parts):
     """Whether `parts` programs need more than one turn each of the most columns that `fill_at_once` takes."""
-    return live > (4 * parts * SHORT).to(tl.int32)
+    return live > (parts * (AT_ONCE * SHORT)).to(tl.int32)
 
 
 @device_function
@@ -85,8 +88,8 @@ def fill_at_once(
     first, live, part, parts, status_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
 ):  # fmt: skip
-    """Write columns [0, live) of a row that does not need turns, in as few columns a program as that takes: it waits
-    for one load as long as for many, and without a loop less is computed ahead of it."""
+    """Write columns [0, live) of a row that does not need turns, in as few columns a program as that takes: a
+    program waits for one load as long as for many, and without a loop less is computed ahead of it."""
     # Branches and no computed width: torch's mutation analysis would follow a column computed from a length back to all
     # pointers of the call that loaded it.
     only, reach = part * SHORT, (parts * SHORT).to(tl.int32)
@@ -102,10 +105,10 @@ def fill_at_once(
                 pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
                 first, live, 2 * only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 2 * SHORT,
             )  # fmt: skip
-    elif 4 * only < live:
+    elif only * AT_ONCE < live:
         fill_block(
             pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-            first, live, 4 * only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, 4 * SHORT,
+            first, live, only * AT_ONCE, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, AT_ONCE * SHORT,
         )  # fmt: skip
 
 

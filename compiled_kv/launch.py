@@ -138,11 +138,13 @@ SCAN = 512
 TOKENS = 128
 ROW_TOKENS = 64
 # Some five programs for each of 132 multiprocessors fill the device; more would only cost their own start. Pages of few
-# tokens share their sectors of memory, so that eight find room there, and ten where a map is looked up as well.
+# tokens share their sectors of memory: there eight measured best, and ten where a map is looked up as well.
 PROGRAMS = 640
 FINE_PROGRAMS = 1056
+FINE_MAPPED_PROGRAMS = 1320
 # Columns a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
-# and columns they take at a time: their lanes cost the registers of every program.
+# and columns they take at a time: their lanes cost the registers of every program. Pages of few tokens take less time a
+# column, so more of them are worth sharing, by more helpers.
 LONG = 1024
 HELPERS = 128
 SHARED = 512
@@ -164,19 +166,18 @@ class Split(NamedTuple):
 
 
 def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool, has_unit_stride: bool) -> Split:
-    """Where a map is looked up as well, fewer columns keep as many loads in flight, and more programs share a row.
-    Pointers of other strides take registers of their own, which half the columns leave free.
+    """Where a map is looked up as well, fewer columns keep as many loads in flight. Pointers of other strides than one
+    take registers of their own, which half the columns leave free; tails are then cleared by as many.
     """
     page_size = int(page_size)  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
-    block, long = (BLOCK if is_mapped else 2 * BLOCK), LONG
+    block, long, most = (BLOCK if is_mapped else 2 * BLOCK), LONG, HELPERS
     parts = programs_a_row(batch_size, width, LEAST)
     if page_size < 8:
-        long = (2 if is_mapped else 8) * LONG
-        programs = FINE_PROGRAMS * 5 // 4 if is_mapped else FINE_PROGRAMS
+        long, most = (2 if is_mapped else 8) * LONG, 2 * HELPERS
+        programs = FINE_MAPPED_PROGRAMS if is_mapped else FINE_PROGRAMS
         parts = torch.sym_max(parts, programs_a_row(batch_size, width, block, programs))
     shared = ceil_div(torch.sym_max(width - parts * long, 0), SHARED)
-    helpers = torch.sym_min(HELPERS if page_size >= 8 else 2 * HELPERS, batch_size * shared)
-    return Split(block if has_unit_stride else block // 2, parts, long, helpers)
+    return Split(block if has_unit_stride else block // 2, parts, long, torch.sym_min(most, batch_size * shared))
 
 
 def reciprocal_of(batch_size: int) -> int:
@@ -185,7 +186,8 @@ def reciprocal_of(batch_size: int) -> int:
 
 
 def is_reciprocal_exact(batch_size: int, parts: int) -> bool:
-    """Whether `parts` programs for each of so many rows find theirs, as all of `split_rows` and `new_held` do."""
+    """Whether it is certain that `parts` programs for each of so many rows find theirs, as those of `split_rows` and
+    `new_held` do."""
     return parts == 1 or batch_size**2 * parts <= 1 << FRACTION
 
 

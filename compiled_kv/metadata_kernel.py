@@ -95,8 +95,8 @@ def decode_metadata_kernel(
                 query < count,
             )  # fmt: skip
         if needs_turns(live, parts):
-            # The first turn is the row's own wherever it is cut, so its slots can be on their way; in 64 bits, or
-            # with a map, they would spill.
+            # The first turn is the row's own wherever it is cut (LONG >= BLOCK), so its slots can be on their way; in
+            # 64 bits, or with a map, they would spill. So would `first`, were it kept from before the cut.
             EARLY: tl.constexpr = (map_ptr is None) and (req_to_token_ptr.dtype.element_ty == tl.int32)
             if EARLY:
                 taken = slots_of_columns(

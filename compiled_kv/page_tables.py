@@ -71,7 +71,7 @@ def _launch(
 ) -> None:  # fmt: skip
     batch_size, width = req_pool_indices.shape[0], out.shape[1]
     has_unit_stride = req_to_token.stride(1) == 1
-    split = split_rows(batch_size, width, page_size, False, has_unit_stride)
+    split = split_rows(batch_size, width, page_size, is_mapped=False, has_unit_stride=has_unit_stride)
     launch(
         _page_table_kernel, (batch_size, split.parts),
         req_to_token_ptr=req_to_token, req_pool_indices_ptr=req_pool_indices, kv_lens_ptr=kv_lens,

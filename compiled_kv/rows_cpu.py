@@ -1,5 +1,5 @@
-"""Torch pieces that the CPU bodies share; the twins of `rows_triton`, in static shapes so that Inductor can fuse
-them."""
+"""Torch pieces that the CPU bodies share; the twins of `rows_triton` and `columns_triton`, in static shapes so that
+Inductor can fuse them."""
 
 from __future__ import annotations
 

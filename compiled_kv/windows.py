@@ -86,7 +86,7 @@ def _launch(
     table, swa_table = out
     batch_size, width = table.shape
     has_unit_stride = req_to_token.stride(1) == 1
-    split = split_rows(batch_size, width, page_size, True, has_unit_stride)
+    split = split_rows(batch_size, width, page_size, is_mapped=True, has_unit_stride=has_unit_stride)
     map_ = page_map if full_to_swa is None else full_to_swa
     assert map_ is not None
     launch(

@@ -1,8 +1,8 @@
 """Every kernel once over, for a tool that watches their memory (tools/gpu_sanitize.sh).
 
 Named batches from none to a few rows in every form, drawn calls of the peers' operators, schedules of up to three
-chunks, scenarios through captured graphs, and a pool of more than 2^31 elements; each result is compared as in the
-tests. `--device cpu` tries the script itself.
+chunks, scenarios through captured graphs, a pool of more than 2^31 elements, and rows long enough to be shared with
+helpers; each result is compared as in the tests. `--device cpu` tries the script itself.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
     began = time.monotonic()
     for name in given.parts:
         calls = PARTS[name](given.device, given.every)
-        print(f"{time.monotonic() - began:.0f} s: {name}: {calls} calls, all equal to the oracle", flush=True)
+        print(f"{time.monotonic() - began:.0f} s: {name}: {calls} calls, all as they must be", flush=True)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,9 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
     if kernel.__name__ in FROM_TOKEN_POOL:
         split = launch.split_rows(
-            1, 1, int(str(page_size)), "map_ptr" not in absent, constants.get("UNIT_STRIDE", True) is True
-        )
+            1, 1, int(str(page_size)), is_mapped="map_ptr" in set(names) - set(absent),
+            has_unit_stride=bool({**common, **constants}["UNIT_STRIDE"]),
+        )  # fmt: skip
         common["BLOCK"] = split.block
         if "LONG" in common:
             common["LONG"] = split.long
