@@ -143,8 +143,8 @@ PROGRAMS = 640
 FINE_PROGRAMS = 1056
 FINE_MAPPED_PROGRAMS = 1320
 # Columns a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
-# and columns they take at a time: their lanes cost the registers of every program. Pages of few tokens take less time a
-# column, so more of them are worth sharing, by more helpers.
+# and columns they take at a time: their lanes cost the registers of every program. With pages of few tokens a column
+# takes less time: a row is long later, and twice as many help.
 LONG = 1024
 HELPERS = 128
 SHARED = 512
