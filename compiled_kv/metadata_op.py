@@ -23,8 +23,8 @@ def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool) -> None:
     batch_size, width = out.page_table.shape
-    has_unit_stride = given.req_to_token.stride(1) == 1
-    split = split_rows(batch_size, width, settings.page_size, given.swa_map is not None, has_unit_stride)
+    is_mapped, has_unit_stride = given.swa_map is not None, given.req_to_token.stride(1) == 1
+    split = split_rows(batch_size, width, settings.page_size, is_mapped=is_mapped, has_unit_stride=has_unit_stride)
     launch(
         decode_metadata_kernel, (chunks(batch_size) + batch_size * split.parts + split.helpers,),
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
