@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-from replay_times import device, host, say
+from replay_times import host, say
+from update_times import device
 
 from compiled_kv.replay.check import ReplayFault, check_replay, metadata_step
 from compiled_kv.replay.scenarios import Scenario, serving, story, trace, walk
