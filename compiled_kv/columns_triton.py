@@ -1,7 +1,7 @@
 """Device functions that write the columns of one row of a page table, shared among the row's programs.
 
 fill_row                  columns [0, live)
-  fill_at_once            where one turn a program is enough (else it `needs_turns`)
+  fill_at_once            where the row `fits_at_once`: one turn a program is enough
   fill_turns              turn by turn
 fill_block                some columns: `slots_of_columns`, then `write_columns`
 clear_row                 columns [live, width)
@@ -77,27 +77,45 @@ def fill_block(
 
 
 @device_function
-def needs_turns(live, parts):
-    """Whether `parts` programs need more than one turn each of the most columns that `fill_at_once` takes."""
-    return live > (parts * (AT_ONCE * SHORT)).to(tl.int32)
+def fits_at_once(live, parts):
+    """Whether one turn each of the most columns that `fill_at_once` takes is enough for `parts` programs."""
+    return live <= (parts * (AT_ONCE * SHORT)).to(tl.int32)
+
+
+@device_function
+def slots_if_short(
+    pool_ptr, pool_stride, pool_width, start, is_live, live, part, parts,
+    PAGE_SIZE: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """First slots of a program's columns if the row is so short that SHORT of them each are enough, the usual case: on
+    their way before anything is decided. Of a longer row none are loaded."""
+    columns = tl.where(live <= (parts * SHORT).to(tl.int32), live, 0)
+    return slots_of_columns(
+        pool_ptr, pool_stride, pool_width, start, is_live, columns, part * SHORT, PAGE_SIZE, UNIT_STRIDE, SHORT
+    )
 
 
 @device_function
 def fill_at_once(
-    pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+    slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
     first, live, part, parts, status_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
 ):  # fmt: skip
-    """Write columns [0, live) of a row that does not need turns, in as few columns a program as that takes: a
-    program waits for one load as long as for many, and without a loop less is computed ahead of it."""
+    """Write columns [0, live) of a row that `fits_at_once`, in as few columns a program as that takes: a program waits
+    for one load as long as for many, and without a loop less is computed ahead of it. `slot` is `slots_if_short`, None
+    where they are not loaded yet."""
+    if slot is None:
+        slot = slots_if_short(
+            pool_ptr, pool_stride, pool_width, start, is_live, live, part, parts, PAGE_SIZE, UNIT_STRIDE
+        )
     # Branches and no computed width: torch's mutation analysis would follow a column computed from a length back to all
     # pointers of the call that loaded it.
     only, reach = part * SHORT, (parts * SHORT).to(tl.int32)
     if live <= reach:
         if only < live:
-            fill_block(
-                pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-                first, live, only, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
+            write_columns(
+                slot, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, only, status_ptr,
+                PAGE_SIZE, PAGE_MAP, DEBUG, SHORT,
             )  # fmt: skip
     elif live <= 2 * reach:
         if 2 * only < live:
@@ -150,7 +168,12 @@ def fill_row(
 
     A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
     """
-    if needs_turns(live, parts):
+    if fits_at_once(live, parts):
+        fill_at_once(
+            None, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
+            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
+        )  # fmt: skip
+    else:
         slot = slots_of_columns(
             pool_ptr, pool_stride, pool_width, start, is_live, live, part * BLOCK, PAGE_SIZE, UNIT_STRIDE, BLOCK
         )
@@ -158,16 +181,13 @@ def fill_row(
             slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
             first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
         )  # fmt: skip
-    else:
-        fill_at_once(
-            pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
-        )  # fmt: skip
 
 
 @device_function
-def clear_row(page_ptr, live, width, part, parts, BLOCK: tl.constexpr):
-    """Write the null page to columns [live, width)."""
+def clear_row(page_ptr, swa_ptr, live, width, part, parts, BLOCK: tl.constexpr):
+    """Write the null page to columns [live, width) of both tables; `swa_ptr` may be None."""
     for begin in range(live + part * BLOCK, width, parts * BLOCK):
         column = begin + tl.arange(0, BLOCK)
         tl.store(page_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
+        if swa_ptr is not None:
+            tl.store(swa_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < width)

@@ -70,7 +70,7 @@ def csr_kernel(
             if part == 0:
                 tl.store(kv_indptr_ptr, 0)
         if CLEAR:
-            clear_row(kv_indices_ptr, tl.minimum(first, room), room, part, parts, BLOCK)
+            clear_row(kv_indices_ptr, None, tl.minimum(first, room), room, part, parts, BLOCK)
     else:
         end = room
         if given_indptr_ptr is not None:

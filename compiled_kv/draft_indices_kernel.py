@@ -68,7 +68,7 @@ def draft_kv_indices_kernel(
                 total += tl.sum(count, 0)
             tl.store(kv_indptr_ptr, 0)
         if CLEAR:
-            clear_row(kv_indices_ptr, tl.minimum(first, room), room, part, parts, BLOCK)
+            clear_row(kv_indices_ptr, None, tl.minimum(first, room), room, part, parts, BLOCK)
     else:
         pool_row = tl.load(req_pool_indices_ptr + request * index_stride).to(tl.int64)
         is_live = (pool_row >= 0) & (pool_row < pool_rows)

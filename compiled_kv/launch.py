@@ -50,10 +50,11 @@ def kernel(fn: Callable[..., None]) -> Any:
 
 # NOTE [Dependent launch]
 # On NVIDIA GPUs from sm_90 on, a kernel may start before the one ahead of it in its stream has ended, which hides the
-# start of its programs (programmatic dependent launch). One with a `PDL` parameter begins with `dependent_launch`:
-# nothing is read or written before all that came ahead is done and seen. Launched by ourselves, it gets `PDL=True`, and
-# a CUDA graph keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the
-# instructions, and Inductor could not launch so.
+# start of its programs (programmatic dependent launch). One with a `PDL` parameter calls `dependent_launch` in every
+# program ahead of its first load or store, so that nothing is read or written before all that came ahead is done and
+# seen: each kernel in a chain ends after the one before it. Launched by ourselves, it gets `PDL=True`, and a CUDA graph
+# keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and
+# Inductor could not launch so.
 def _on_the_tensors_device(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     """`run` of a kernel with these parameters where its tensors are: Triton would take the current device, whatever
     theirs is. Torch passes some or all arguments by position."""
@@ -90,9 +91,9 @@ def device_function(fn: Callable[..., Any]) -> Any:
 
 @device_function
 def dependent_launch():
-    """Wait for the kernel ahead, and let the next one get ready to wait for this one."""
-    tl.extra.cuda.gdc_wait()
+    """Let the next kernel get ready to wait for this one, and wait for the one ahead."""
     tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 
 
 def runs_kernel(tensor: torch.Tensor) -> bool:

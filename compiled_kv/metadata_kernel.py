@@ -8,8 +8,15 @@ than others is shared with the helpers (long_rows_triton).
 from __future__ import annotations
 
 from compiled_kv.batch_triton import sum_batch
-from compiled_kv.columns_triton import clear_row, fill_at_once, fill_turns, needs_turns, slots_of_columns
-from compiled_kv.launch import dependent_launch, kernel, tl
+from compiled_kv.columns_triton import (
+    clear_row,
+    fill_at_once,
+    fill_turns,
+    fits_at_once,
+    slots_if_short,
+    slots_of_columns,
+)
+from compiled_kv.launch import dependent_launch, device_function, kernel, tl
 from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,
@@ -20,46 +27,55 @@ from compiled_kv.rows_triton import (
     load_at,
     pages_of,
     place_of,
-    report,
-    slots_of_tokens,
+    swa_slot_of,
     value_at,
-    write_slots,
 )
+from compiled_kv.tokens_triton import slots_of_tokens, write_slots
 
 
+@device_function
+def _finish_row(
+    slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, page_row_ptr, swa_row_ptr,
+    map_ptr, map_stride, map_size, slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position,
+    live, width, part, parts, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Behind a row's pages: its cleared tail, and the slots of its tokens."""
+    if CLEAR:
+        clear_row(page_row_ptr, swa_row_ptr, live, width, part, parts, BLOCK)
+    if slot_mapping_ptr is not None:
+        write_slots(
+            slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
+            slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, parts - 1 - part, parts,
+            status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, TOKENS,
+        )  # fmt: skip
+
+
+# NOTE [Constants and instructions]
+# A program of a short row lives for a microsecond, and waits longer for its arguments and its own instructions than for
+# data: a profiler counted three times as many stalls for these on an H200 as for loads. So arguments stand in the order
+# of their first use, which share a line of constant memory; the usual branch is the first, and its code in one piece;
+# and what needs arguments alone is computed before `dependent_launch`, while the kernel ahead still runs.
 @kernel
 def decode_metadata_kernel(
-    req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, q_lens_ptr, slots_ptr, map_ptr, num_reqs_ptr, status_ptr,
-    cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, page_table_ptr, swa_page_table_ptr, slot_mapping_ptr, swa_slot_mapping_ptr,
-    pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, q_stride, slots_stride, num_slots,
-    map_stride, map_size, page_row_stride, swa_row_stride, batch_size, width, num_tokens, delta, q_len, cap,
-    pad_seqlen, window, parts, helpers, reciprocal,
+    batch_size, parts, reciprocal, helpers, index_stride, seq_stride, req_pool_indices_ptr, seq_lens_ptr, num_reqs_ptr,
+    req_to_token_ptr, page_table_ptr, map_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, page_row_stride,
+    width, delta, cap, q_len, pad_seqlen,
+    slot_mapping_ptr, swa_slot_mapping_ptr, swa_page_table_ptr, swa_row_stride, num_tokens, map_stride, map_size,
+    window, q_lens_ptr, slots_ptr, status_ptr, q_stride, slots_stride, num_slots,
+    cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
     PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SHARED: tl.constexpr,
     TOKENS: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        dependent_launch()
-    active = active_rows(num_reqs_ptr, batch_size)
     parts = tl.zeros([], tl.int64) + parts
     helpers = (tl.zeros([], tl.int64) + helpers).to(tl.int32)
     turn, row, part = place_of(tl.program_id(0), batch_size, parts, reciprocal, CHUNK)
-    if turn < 0:
-        sum_batch(
-            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
-            batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
-            slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-            tl.program_id(0), DEBUG, CHUNK, SCAN,
-        )  # fmt: skip
-    elif turn >= batch_size * parts:
-        help_long_rows(
-            req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, q_lens_ptr, map_ptr, status_ptr, page_table_ptr,
-            swa_page_table_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride,
-            q_stride, map_stride, map_size, page_row_stride, swa_row_stride, active, width, delta, q_len, cap,
-            window, parts.to(tl.int32), (turn - batch_size * parts).to(tl.int32), helpers,
-            PAGE_SIZE, PAGE_MAP, WINDOWED, DEBUG, UNIT_STRIDE, LONG // SHARED, SHARED, SCAN,
-        )  # fmt: skip
-    else:
+    if (turn >= 0) & (turn < batch_size * parts):
+        if PDL:
+            dependent_launch()
+        active = active_rows(num_reqs_ptr, batch_size)
         pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
         seq_len = value_at(seq_lens_ptr, row, seq_stride, True, 0)
         queries = tl.zeros([], tl.int64) + q_len
@@ -74,6 +90,14 @@ def decode_metadata_kernel(
         swa_row_ptr = None
         if swa_page_table_ptr is not None:
             swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
+        # On their way early, as those of tokens below; in 64 bits they would spill.
+        IS_NARROW: tl.constexpr = req_to_token_ptr.dtype.element_ty == tl.int32
+        short_slot = None
+        if IS_NARROW:
+            short_slot = slots_if_short(
+                pool_row_ptr, pool_stride, pool_width, 0, is_live, live, part, parts, PAGE_SIZE, UNIT_STRIDE
+            )
+        room, first_token, count = None, None, None
         if slot_mapping_ptr is not None:
             # The last program, whose share of a row's pages is the smallest, takes the first tokens.
             from_last = parts - 1 - part
@@ -87,17 +111,33 @@ def decode_metadata_kernel(
                         q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < row, other=0)
                         first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
             count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
-            query = from_last * TOKENS + tl.arange(0, TOKENS)
-            # Looked up before the pages and stored behind them: one wait for both.
             room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
-            slot = slots_of_tokens(
-                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, length - queries, query,
-                query < count,
+        if fits_at_once(live, parts):
+            slot, swa_slot = None, None
+            if slot_mapping_ptr is not None:
+                # Looked up with the pages and stored behind them: one wait for both.
+                query = from_last * TOKENS + tl.arange(0, TOKENS)
+                slot = slots_of_tokens(
+                    pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, length - queries, query,
+                    query < count,
+                )  # fmt: skip
+                if map_ptr is not None:
+                    swa_slot = swa_slot_of(slot, map_ptr, map_stride, map_size, query < count, PAGE_SIZE, PAGE_MAP)
+            first = first_column(length, queries, window, PAGE_SIZE, WINDOWED)
+            fill_at_once(
+                short_slot, pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr,
+                map_stride, map_size, first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
             )  # fmt: skip
-        if needs_turns(live, parts):
-            # The first turn is the row's own wherever it is cut (LONG >= BLOCK), so its slots can be on their way; in
-            # 64 bits, or with a map, they would spill. So would `first`, were it kept from before the cut.
-            EARLY: tl.constexpr = (map_ptr is None) and (req_to_token_ptr.dtype.element_ty == tl.int32)
+            _finish_row(
+                slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, page_row_ptr, swa_row_ptr,
+                map_ptr, map_stride, map_size, slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count,
+                length - queries, live, width, part, parts, status_ptr,
+                PAGE_SIZE, PAGE_MAP, CLEAR, DEBUG, BLOCK, TOKENS,
+            )  # fmt: skip
+        else:
+            # The first turn is the row's own wherever it is cut (LONG >= BLOCK), so its slots can be on their way; with
+            # a map they would spill. So would `first`, were it kept from before the cut.
+            EARLY: tl.constexpr = map_ptr is None
             if EARLY:
                 taken = slots_of_columns(
                     pool_row_ptr, pool_stride, pool_width, 0, is_live, live, part * BLOCK, PAGE_SIZE, UNIT_STRIDE, BLOCK
@@ -119,20 +159,30 @@ def decode_metadata_kernel(
                 map_stride, map_size, first, end, part, parts, status_ptr,
                 PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
             )  # fmt: skip
-        else:
-            first = first_column(length, queries, window, PAGE_SIZE, WINDOWED)
-            fill_at_once(
-                pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr, map_stride,
-                map_size, first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
+            _finish_row(
+                None, None, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, page_row_ptr, swa_row_ptr,
+                map_ptr, map_stride, map_size, slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count,
+                length - queries, live, width, part, parts, status_ptr,
+                PAGE_SIZE, PAGE_MAP, CLEAR, DEBUG, BLOCK, TOKENS,
             )  # fmt: skip
-        if CLEAR:
-            clear_row(page_row_ptr, live, width, part, parts, BLOCK)
-            if swa_page_table_ptr is not None:
-                clear_row(swa_row_ptr, live, width, part, parts, BLOCK)
-        if slot_mapping_ptr is not None:
-            token_bits = write_slots(
-                slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, from_last, parts,
-                PAGE_SIZE, PAGE_MAP, TOKENS,
-            )  # fmt: skip
-            report(token_bits, status_ptr, DEBUG)
+    elif turn < 0:
+        if PDL:
+            dependent_launch()
+        active = active_rows(num_reqs_ptr, batch_size)
+        sum_batch(
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
+            batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
+            slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
+            tl.program_id(0), DEBUG, CHUNK, SCAN,
+        )  # fmt: skip
+    else:
+        if PDL:
+            dependent_launch()
+        active = active_rows(num_reqs_ptr, batch_size)
+        help_long_rows(
+            req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, q_lens_ptr, map_ptr, status_ptr, page_table_ptr,
+            swa_page_table_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride,
+            q_stride, map_stride, map_size, page_row_stride, swa_row_stride, active, width, delta, q_len, cap,
+            window, parts.to(tl.int32), (turn - batch_size * parts).to(tl.int32), helpers,
+            PAGE_SIZE, PAGE_MAP, WINDOWED, DEBUG, UNIT_STRIDE, LONG // SHARED, SHARED, SCAN,
+        )  # fmt: skip

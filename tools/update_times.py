@@ -1,11 +1,13 @@
 """Device time of the incremental update on one CUDA device, over a floor: a kernel of nothing but dependent loads.
 
-Ways take turns, so that ratios are of times that lie side by side.
+Calls follow each other in a graph, each with lengths of its own: a token more than the last, or a page more. Ways take
+turns, so that ratios are of times that lie side by side.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +17,10 @@ from replay_times import Call, make, say
 
 from compiled_kv.metadata import decode_metadata
 
-
-@triton.jit
-def _move_kernel(lengths_ptr, step, size, BLOCK: tl.constexpr):
-    row = tl.arange(0, BLOCK)
-    tl.store(lengths_ptr + row, tl.load(lengths_ptr + row, mask=row < size, other=0) + step, mask=row < size)
+Step = Callable[[int], Any]
+CALLS = 50
+TARGET = 1.5
+RATIOS = ("update_token_over_floor", "update_page_over_floor")
 
 
 @triton.jit
@@ -36,21 +37,18 @@ def _floor_kernel(
     tl.store(out_ptr + row, slot)
 
 
-def graph_us(calls: dict[str, Call], rewind: Call, rounds: int = 31) -> dict[str, list[float]]:
-    """Device microseconds of each call, one number a round; each runs CALLS times in a graph of its own, from where
-    `rewind` leaves the lengths."""
+def graph_us(ways: dict[str, Step], rewind: Call, rounds: int = 31) -> dict[str, list[float]]:
+    """Device microseconds of a call, one number a round; `rewind` goes back to where the calls of a graph begin."""
     graphs = {}
-    torch.cuda.synchronize()
-    for name, call in calls.items():
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            call()
+    for name, step in ways.items():
+        for index in range(CALLS):  # the floor is compiled anew for lengths that begin elsewhere
+            step(index)
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS):
-                call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+            for index in range(CALLS):
+                step(index)
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, graph in graphs.items():
             rewind()
@@ -64,9 +62,6 @@ def graph_us(calls: dict[str, Call], rewind: Call, rounds: int = 31) -> dict[str
     return {name: found[rounds // 10 :] for name, found in times.items()}
 
 
-CALLS = 50
-TARGET = 1.5
-RATIOS = ("update_token_over_floor", "update_page_over_floor")
 CELLS = [  # batch, live length, context bound, page size, window
     (1, 1000, 131072, 64, None),
     (1, 1000, 131072, 1, 4096),
@@ -86,61 +81,58 @@ CELLS = [  # batch, live length, context bound, page size, window
 
 
 def cell(batch_size: int, length: int, context: int, page_size: int, window: int | None) -> dict[str, Any]:
-    """Times of a call behind one that lengthens every row by a token, or by a page; that one's own is taken off."""
-    length = min(length, context - (CALLS + 1) * page_size)
+    """Times of a call that lengthens every row by a token, and of one that lengthens it by a page."""
+    length = min(length, context - CALLS * page_size)
     buffers, batch = make(batch_size, length, page_size, context, window)
     buffers.load(batch)
-    start = buffers.seq_lens.clone()
+    seq_lens = buffers.seq_lens[:batch_size].clone()
     scratch = torch.zeros(batch_size, dtype=torch.int64, device="cuda")
     full = type(buffers.out())(*(None if t is None else torch.zeros_like(t) for t in buffers.out()))
+    grown = torch.arange(1, CALLS + 1, device="cuda")[:, None]
 
     def rewind() -> None:
-        buffers.seq_lens.copy_(start)
-        buffers.metadata(batch_size)
+        buffers.metadata(batch_size, seq_lens=seq_lens)
 
-    def floor() -> None:
+    def floor(lengths: torch.Tensor) -> None:
         _floor_kernel[(batch_size,)](
-            buffers.req_pool_indices, buffers.seq_lens, buffers.req_to_token, buffers.full_to_swa, scratch,
+            buffers.req_pool_indices, lengths, buffers.req_to_token, buffers.full_to_swa, scratch,
             buffers.req_to_token.stride(0), PAGE_SIZE=page_size, MAPPED=window is not None,
         )  # fmt: skip
 
-    def update() -> None:
-        buffers.metadata(batch_size)
+    def update(lengths: torch.Tensor) -> None:
+        buffers.metadata(batch_size, seq_lens=lengths)
 
-    def rebuild() -> None:
+    def rebuild(lengths: torch.Tensor) -> None:
         decode_metadata(
-            buffers.req_to_token, buffers.req_pool_indices, buffers.seq_lens, layout=buffers.layout,
+            buffers.req_to_token, buffers.req_pool_indices, lengths, layout=buffers.layout,
             full_to_swa=buffers.full_to_swa, num_reqs=buffers.num_reqs, out=full, tail="keep",
         )  # fmt: skip
 
-    def moving(step: int, *calls: Call) -> Call:
-        def run() -> None:
-            _move_kernel[(1,)](buffers.seq_lens, step, batch_size, BLOCK=512)
-            for call in calls:
-                call()
-
-        return run
-
-    steps = {"token": 1, "page": page_size}
-    ways: dict[str, tuple[Call, ...]] = {"move": (), "floor": (floor,), "update": (update,), "rebuild": (rebuild,)}
-    times = graph_us({f"{way} {by}": moving(n, *ways[way]) for by, n in steps.items() for way in ways}, rewind)
-    for name, found in times.items():
-        way, by = name.split()
-        if way != "move":
-            times[name] = [both - alone for both, alone in zip(found, times[f"move {by}"], strict=True)]
+    steps = {"token": seq_lens + grown, "page": seq_lens + grown * page_size}
+    ways = {"floor": floor, "update": update, "rebuild": rebuild}
+    timed = {
+        f"{way} {by}": lambda index, do=do, of=of: do(of[index])
+        for by, of in steps.items() for way, do in ways.items()
+    }  # fmt: skip
+    times = graph_us(timed, rewind)
     rewind()
-    for _ in range(3):
-        moving(page_size, update)()
+    for lengths in steps["page"][:3]:
+        update(lengths)
     for tensor in full:
         if tensor is not None:
             tensor.zero_()
-    rebuild()
+    rebuild(steps["page"][2])
     agrees = all(a is b is None or torch.equal(a, b) for a, b in zip(buffers.out(), full, strict=True))
-    line = {"batch": batch_size, "length": length, "context": context, "page_size": page_size, "window": window}
+    line: dict[str, Any] = {
+        "batch": batch_size,
+        "length": length,
+        "context": context,
+        "page_size": page_size,
+        "window": window,
+    }
     for by in steps:
-        floors = times[f"floor {by}"]
-        line |= {f"{way}_{by}_us": round(statistics.median(times[f"{way} {by}"]), 2) for way in ways if way != "move"}
-        ratios = [a / b for a, b in zip(times[f"update {by}"], floors, strict=True)]
+        line |= {f"{way}_{by}_us": round(statistics.median(times[f"{way} {by}"]), 2) for way in ways}
+        ratios = [a / b for a, b in zip(times[f"update {by}"], times[f"floor {by}"], strict=True)]
         line[f"update_{by}_over_floor"] = round(statistics.median(ratios), 2)
     return line | {"equals_rebuild": agrees}
 
