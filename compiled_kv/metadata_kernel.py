@@ -54,9 +54,9 @@ def _finish_row(
 
 # NOTE [Constants and instructions]
 # A program of a short row lives for a microsecond, and waits longer for its arguments and its own instructions than for
-# data: on an H200 a profiler counted four to seven times as many stalls for these as for loads. So arguments stand in the order
-# of their first use, which share a line of constant memory; the usual branch is the first, and its code in one piece;
-# and what needs arguments alone is computed before `dependent_launch`, while the kernel ahead still runs.
+# data: on an H200 a profiler counted four to seven times as many stalls for these as for loads. So arguments stand in
+# the order of their first use, which share a line of constant memory; the usual branch is the first, and its code in
+# one piece; and what needs arguments alone is computed before `dependent_launch`, while the kernel ahead still runs.
 @kernel
 def decode_metadata_kernel(
     batch_size, parts, reciprocal, helpers, index_stride, seq_stride, req_pool_indices_ptr, seq_lens_ptr, num_reqs_ptr,
