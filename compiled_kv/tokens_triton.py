@@ -33,7 +33,7 @@ def _write_turn(
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, DEBUG: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     query = begin + tl.arange(0, TOKENS)
-    # Not `query < count`, which the caller has asked already: its answer would be kept, and spilled, until here.
+    # Not `query < count`, which a caller may have asked already: its answer would be kept, and spilled, until here.
     owned = tl.arange(0, TOKENS) < count - begin
     if slot is None:
         slot = slots_of_tokens(

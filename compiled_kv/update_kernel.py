@@ -1,7 +1,8 @@
 """The kernel behind `update_metadata`: `decode_metadata`'s, but of a page table it writes what changed alone.
 
-Grid (chunks + B * parts) as there. What a row's tables hold is on record once for each of its programs, in `held`: a
-program reads and writes its own record only, so that none can meet a record that another has already renewed.
+Grid (chunks + B * parts): as there, without helpers. What a row's tables hold is on record once for each of its
+programs, in `held`: a program reads and writes its own record only, so that none can meet a record that another has
+already renewed.
 """
 
 from __future__ import annotations
