@@ -99,7 +99,9 @@ def _changes(
     old_live = _held_column(record_ptr + 3, width)
     old_first = _held_column(record_ptr + 4, width)
     live = tl.where(is_live, _columns(length, width, PAGE_SIZE), 0)
-    settled = tl.minimum(_columns(clamped_length(seq_len, 0, cap), width, PAGE_SIZE), live)
+    # Not the tokens of this step: a step that is taken back may get other pages for them.
+    committed = tl.minimum(clamped_length(seq_len, 0, cap), tl.maximum(length - queries, 0)).to(tl.int32)
+    settled = tl.minimum(_columns(committed, width, PAGE_SIZE), live)
     first = tl.minimum(first_column(length, queries, window, PAGE_SIZE, WINDOWED), live).to(tl.int32)
     kept = (owner == old_owner) & (generation == old_generation) & (settled >= old_settled)
     start = tl.where(kept, old_settled, 0)

@@ -11,8 +11,8 @@
 
 `held` remembers on the device whose pages a row shows. What it may rely on is the caller's word: while a row keeps its
 pool row and its generation, the page of a committed token stays, and so does its sliding-window page as long as it is
-seen. Pages beyond the committed tokens (drafts) are written anew in every call. Row reuse, preemption and copy on write
-raise the generation.
+seen. Committed are here the tokens ahead of a step's own queries: pages beyond them (of drafts, or of a decode step's
+own token) are written anew in every call. Row reuse, preemption and copy on write raise the generation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_
 from compiled_kv.update_kernel import update_metadata_kernel
 from compiled_kv.updates_cpu import cpu_body
 
-# Pool row or -1, generation, columns of committed tokens, live columns, first column of the window.
+# Pool row or -1, generation, columns of the tokens ahead of a step's own, live columns, first column of the window.
 RECORD = 5
 
 

@@ -74,7 +74,8 @@ def _cpu_record(
         return cpu.floor_div(tokens + page_size - 1, page_size).clamp(max=width)
 
     live_columns = columns(lengths).where(live, 0)
-    settled = torch.minimum(columns(cpu.clamped_length(given.seq_lens, 0, cap)), live_columns)
+    committed = torch.minimum(cpu.clamped_length(given.seq_lens, 0, cap), (lengths - queries).clamp(min=0))
+    settled = torch.minimum(columns(committed), live_columns)
     first = torch.zeros_like(lengths)
     if window is not None:
         first = cpu.floor_div((lengths - queries - window + 1).clamp(min=0), page_size)

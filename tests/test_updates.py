@@ -153,6 +153,8 @@ def steps(*batches: tuple[int, int, int]) -> Iterator[Call]:
     [
         ((1, 7, 6), (1, 7, 8), [-5, -5, 0, 0, 0], "nothing is written within a page"),
         ((1, 7, 8), (1, 7, 9), [-5, -5, PAGES[1][2], 0, 0], "one column at a page's edge"),
+        ((1, 7, 9), (1, 7, 10), [-5, -5, PAGES[1][2], 0, 0], "once more what the last step's own token began"),
+        ((1, 7, 10), (1, 7, 11), [-5, -5, -5, 0, 0], "and then no more"),
         ((1, 7, 8), (1, 8, 9), [*PAGES[1][:3], 0, 0], "everything for another generation"),
         ((1, 7, 8), (2, 7, 9), [*PAGES[2][:3], 0, 0], "everything for another row"),
         ((1, 7, 17), (1, 7, 5), [*PAGES[1][:2], 0, 0, 0], "everything, and a clean tail, where it shrank"),
@@ -184,6 +186,21 @@ def test_pages_of_drafts_are_written_in_every_step(device: str) -> None:
     pool[1, 8:12] = torch.arange(4) + 4 * 99
     rig.step(call)
     assert rig.out.page_table[0, :4].tolist() == [*PAGES[1][:2], 99, 0]
+
+
+@devices
+@pytest.mark.parametrize("lengths", [(5, 5), (6, 5), (5, 6), (9, 9), (9, 8)])
+def test_a_decode_step_taken_back_may_get_another_page(lengths: tuple[int, int], device: str) -> None:
+    """Same row, same generation; the page of the first step's own token went back to the pool."""
+    rig, pool = Rig(SMALL, device, 4, mapped=False), POOL.clone()
+    first, second = (call | {"req_to_token": pool} for call in steps(*((1, 7, length) for length in lengths)))
+    rig.step(first)
+    column = (lengths[0] - 1) // 4
+    pool[1, 4 * column : 4 * column + 4] = torch.arange(4) + 4 * 99
+    rig.step(second)
+    fresh = [*PAGES[1][:column], 99, *PAGES[1][column + 1 :]]
+    live = SMALL.num_pages(lengths[1])
+    assert rig.out.page_table[0, :5].tolist() == [*fresh[:live], *[0] * (5 - live)]
 
 
 @devices

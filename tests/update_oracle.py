@@ -55,7 +55,7 @@ class Tables:
         before, now = self.held[i], NOBODY
         if row.slots is not None:
             live = min(ceil_div(row.length, page_size), width)
-            committed = min(max(seq_len, 0), self.layout.max_seqlen_k)
+            committed = min(max(seq_len, 0), self.layout.max_seqlen_k, max(row.length - row.queries, 0))
             settled = min(ceil_div(committed, page_size), live)
             first = 0
             if self.layout.window is not None:

@@ -101,7 +101,8 @@ class Expected:
         row, batch = planned.rows[i], planned.batch
         assert not (isinstance(batch.rows, Tensor) or isinstance(batch.seq_lens, Tensor))
         assert not isinstance(batch.generations, Tensor)
-        settled = ceil_div(batch.seq_lens[i], self.serving.layout.page_size)
+        ahead = min(batch.seq_lens[i], row.cache_seqlen - row.queries)
+        settled = ceil_div(ahead, self.serving.layout.page_size)
         return [batch.rows[i], batch.generations[i], settled, self.live_columns(row), self.first_column(row)]
 
     def compare(self, found: dict[str, Any]) -> Difference | None:

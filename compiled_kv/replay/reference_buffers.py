@@ -35,6 +35,11 @@ class ReferenceBuffers:
 
         self._out = DecodeMetadata(*map(made, DecodeMetadata._fields))  # type: ignore[arg-type]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a checked step cannot read buffers.{name}: use the inputs and what buffers.metadata(...) returns"
+        )
+
     def out(self) -> DecodeMetadata:
         """Everything, whatever the bucket."""
         return self._out
