@@ -74,8 +74,8 @@ class Frozen:
                     self._refuse_tensor(name, leaf, outputs)
             elif not _is_same(leaf, was):
                 raise ValueError(
-                    f"argument {name} changed from {was!r} to {leaf!r}: a captured graph holds the value that it was "
-                    "captured with; pass what changes as a tensor"
+                    f"argument {name} changed from {_said(was)} to {_said(leaf)}: a captured graph holds the value "
+                    "that it was captured with; pass what changes as a tensor"
                 )
 
     def _refuse_tensor(self, name: str, leaf: Tensor, outputs: Mapping[int, Any]) -> None:
@@ -86,6 +86,11 @@ class Frozen:
             raise ValueError(
                 f"argument {name} is an output of these graphs, in their memory pool, which the next replay "
                 "overwrites: copy it into a buffer of your own"
+            )
+        if _form(leaf) != _form(self.leaves[name]):
+            raise ValueError(
+                f"argument {name} changed from {_said(self.leaves[name])} to {_said(leaf)}: {REPLAYED}; copy into the "
+                "captured tensor instead"
             )
         raise ValueError(
             f"argument {name} moved from {address(self.pointers[name])} {_shown(self.leaves[name])} to "
@@ -99,6 +104,10 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 def _shown(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _said(leaf: Any) -> str:
+    return f"{_shown(leaf)} of strides {list(leaf.stride())}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -60,6 +60,11 @@ class DecodeGraphs:
         null_pages: Sequence[Tensor] = (), backend: str | None = "inductor",
     ) -> None:  # fmt: skip
         check_callable(decode_step)
+        if not isinstance(buffers, DecodeBuffers):
+            raise TypeError(f"buffers must be DecodeBuffers, got {type(buffers).__name__}")
+        for index, page in enumerate(null_pages):
+            if not isinstance(page, Tensor):
+                raise TypeError(f"null_pages[{index}] must be a tensor, got {type(page).__name__}")
         self.batch_sizes = sorted(set(batch_sizes))
         for index, size in enumerate(self.batch_sizes):
             check_int(f"batch_sizes[{index}]", size, 1, buffers.max_batch_size)
