@@ -71,6 +71,8 @@ def _fill_columns(
 ):  # fmt: skip
     """Write columns [start, live) of a live row, `parts` programs taking turns, of which one is usually enough. `slot`
     are those of the first turn, None where they are not loaded yet."""
+    # The first turn too by the loop's variable: torch's mutation analysis would follow a column computed from `start`
+    # back to all pointers that it was loaded through, and take inputs for outputs.
     for begin in range(start + part * BLOCK, live, parts * BLOCK):
         if slot is None:
             _fill_block(
@@ -129,10 +131,7 @@ def update_row(
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, DEBUG: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write what changes of a row's tables, and the slots of its tokens.
-
-    In one function, as torch's mutation analysis would follow what a call returns to all pointers behind its arguments.
-    """
+    """Write what changes of a row's tables, and the slots of its tokens."""
     start, settled, first, live, old_first, old_live = _changes(
         record_ptr, owner, generation, seq_len, length, queries, is_live, width, cap, window, PAGE_SIZE, WINDOWED
     )
