@@ -34,7 +34,8 @@ class DecodeBatch(NamedTuple):
     slots: Ints | None = None
     """[t] where each token is written; with `given_slots` alone."""
     token_ids: Ints | None = None
-    """[t] token of each query, row after row. None leaves those on the device alone."""
+    """[t] token of each query, row after row; where `q_len` is fixed one a row will do, for a step that drafts the
+    others itself. None leaves those on the device alone."""
 
 
 def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
@@ -54,6 +55,7 @@ def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
         raise ValueError(f"batch.seq_lens plus seq_len_delta={delta}: {error}") from None
     if buffers.ragged:
         _check_range("q_lens", given["q_lens"], buffers.q_len)
+    _check_queries(buffers, given)
 
 
 def check_ints(batch: DecodeBatch) -> None:
@@ -72,6 +74,7 @@ def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
             f"batch.{name}", values, INTS, "n" if name in ("rows", "seq_lens", "generations", "q_lens") else "t"
         )
     _check_lengths(buffers, given)
+    _check_queries(buffers, given)
 
 
 def refuse_batch(batch: Any) -> None:
@@ -98,8 +101,29 @@ def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
         per_row = name in ("seq_lens", "generations", "q_lens")
         if per_row and len(values) != size:
             raise ValueError(f"batch.{name} must have one entry for each of the {size} rows, got {len(values)}")
-        if not per_row and name != "rows" and len(values) > size * buffers.q_len:
-            raise ValueError(f"batch.{name} must have at most {size * buffers.q_len} entries, got {len(values)}")
+
+
+def _check_queries(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+    """Refuse more slots or tokens than queries, and tokens that are neither one a query nor, of a fixed `q_len`, one a
+    row."""
+    size, queries = len(given["rows"]), _queries(buffers, given)
+    most = size * buffers.q_len if queries is None else queries
+    for name in ("slots", "token_ids"):
+        if name in given and len(given[name]) > most:
+            raise ValueError(f"batch.{name} must have at most {most} entries, got {len(given[name])}")
+    if queries is not None and "token_ids" in given:
+        rule, counts = f"one entry for each of the {queries} queries", [queries]
+        if not buffers.ragged and size < queries:
+            rule, counts = f"{rule}, or for each of the {size} rows", [queries, size]
+        if len(given["token_ids"]) not in counts:
+            raise ValueError(f"batch.token_ids must have {rule}, got {len(given['token_ids'])}")
+
+
+def _queries(buffers: DecodeBuffers, given: dict[str, Any]) -> int | None:
+    """Queries of a batch; None where the device alone knows."""
+    if not buffers.ragged:
+        return len(given["rows"]) * buffers.q_len
+    return None if isinstance(given["q_lens"], Tensor) else sum(given["q_lens"])
 
 
 def _check_range(name: str, values: Sequence[int], most: int | None = None) -> None:

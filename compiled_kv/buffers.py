@@ -175,7 +175,7 @@ class DecodeBuffers(nn.Module):
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [M * Q]; 0 beyond the tokens loaded."""
+        """int64 [M * Q]; 0 beyond the tokens loaded, which are one a query or, of a fixed `q_len`, one a row."""
         return self._input("token_ids")
 
     def out(self) -> DecodeMetadata:
@@ -250,7 +250,10 @@ class DecodeBuffers(nn.Module):
             and type(rows) is type(seq_lens) is type(generations) in REMEMBERED
             and ring.kept == (rows, generations)
             and len(seq_lens) == len(rows)
-            and (token_ids is None or (type(token_ids) in REMEMBERED and len(token_ids) <= len(rows) * self.q_len))
+            and (
+                token_ids is None
+                or (type(token_ids) in REMEMBERED and len(token_ids) in (len(rows) * self.q_len, len(rows)))
+            )
         ):
             try:
                 ring.fill_second(seq_lens, token_ids)
@@ -276,7 +279,10 @@ class DecodeBuffers(nn.Module):
                 and q_lens is slots is None
                 and type(seq_lens) is type(generations) is kind
                 and len(seq_lens) == len(generations) == len(rows) <= self.max_batch_size
-                and (token_ids is None or (type(token_ids) is kind and len(token_ids) <= len(rows) * self.q_len))
+                and (
+                    token_ids is None
+                    or (type(token_ids) is kind and len(token_ids) in (len(rows) * self.q_len, len(rows)))
+                )
                 and (len(rows) == 0 or (max(rows) < self._pool_rows and max(seq_lens) <= self._longest))
             ):
                 fields = (rows, seq_lens, generations)
@@ -285,9 +291,10 @@ class DecodeBuffers(nn.Module):
                     ring.keep(rows, generations)
             else:
                 check_batch(self, batch)
+                whole = batch
                 if slots is not None:  # a query without a slot has none: slot 0 is one
-                    batch = batch._replace(slots=[*slots, *[-1] * (len(rows) * self.q_len - len(slots))])
-                ring.fill(len(rows), [values for values in batch if values is not None])
+                    whole = batch._replace(slots=[*slots, *[-1] * (len(rows) * self.q_len - len(slots))])
+                ring.fill(len(rows), [values for values in whole if values is not None])
         except (struct.error, TypeError):
             self._refuse(batch)
             raise

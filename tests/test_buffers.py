@@ -101,6 +101,22 @@ def test_tokens_on_the_device_are_left_alone(device: str) -> None:
     assert buffers.seq_lens.tolist() == [9, 5, 0, 0]
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["ints", "tensors"])
+def test_a_token_a_row_is_enough_for_a_step_that_drafts_the_others(tensors: bool) -> None:
+    buffers = make("verify")
+    for tokens in ([1, 2, 3, 4, 5, 6, 7, 8], [11, 12], [13, 14]):
+        batch = BATCH._replace(token_ids=tokens)
+        buffers.load(on("cpu", batch) if tensors else batch)
+        assert buffers.token_ids.tolist() == tokens + [0] * (16 - len(tokens))
+
+
+def test_tokens_of_a_ragged_batch_on_the_device_may_have_room_to_spare() -> None:
+    """The host knows no more than how many there can be."""
+    buffers = make("ragged")
+    buffers.load(on("cpu", BATCHES["ragged"]._replace(token_ids=[1, 2, 3, 4, 0, 0])))
+    assert buffers.token_ids.tolist() == [1, 2, 3, 4, *[0] * 8]
+
+
 WRONG = {
     "too-many": ("plain", DecodeBatch([1] * 5, [1] * 5, [0] * 5),
      "batch.rows must hold at most max_batch_size=4 requests, got 5"),
@@ -120,6 +136,20 @@ WRONG = {
     "no-slots": ("given", BATCH, "batch.slots must be given for these buffers, got none"),
     "many-slots": ("given", BATCH._replace(slots=[1, 2, 3]), "batch.slots must have at most 2 entries, got 3"),
     "many-tokens": ("plain", BATCH._replace(token_ids=[1, 2, 3]), "batch.token_ids must have at most 2 entries, got 3"),
+    "few-tokens": ("plain", BATCH._replace(token_ids=[1]),
+     "batch.token_ids must have one entry for each of the 2 queries, got 1"),
+    "no-tokens": ("plain", BATCH._replace(token_ids=[]),
+     "batch.token_ids must have one entry for each of the 2 queries, got 0"),
+    "a-row-without-tokens": ("verify", BATCH._replace(token_ids=[1, 2, 3, 4]),
+     "batch.token_ids must have one entry for each of the 8 queries, or for each of the 2 rows, got 4"),
+    "few-ragged-tokens": ("ragged", BATCHES["ragged"]._replace(token_ids=[1, 2]),
+     "batch.token_ids must have one entry for each of the 4 queries, got 2"),
+    "many-ragged-tokens": ("ragged", BATCHES["ragged"]._replace(token_ids=[1] * 5),
+     "batch.token_ids must have at most 4 entries, got 5"),
+    "few-token-tensors": ("verify", on("cpu", BATCHES["verify"]._replace(token_ids=[1] * 7)),
+     "batch.token_ids must have one entry for each of the 8 queries, or for each of the 2 rows, got 7"),
+    "many-ragged-token-tensors": ("ragged", on("cpu", BATCHES["ragged"]._replace(token_ids=[1] * 7)),
+     "batch.token_ids must have at most 6 entries, got 7"),
     "mixed": ("plain", BATCH._replace(seq_lens=torch.tensor([3, 3])),
      "batch.seq_lens must hold Python ints, as batch.rows does"),
     "mixed-tensors": ("plain", on("cpu", BATCH)._replace(seq_lens=[3, 3]), "batch.seq_lens must be a tensor, got list"),
@@ -336,10 +366,10 @@ def test_a_step_with_rows_as_before_is_checked_and_loaded_like_any_other() -> No
         with pytest.raises((TypeError, ValueError), match="seq_lens"):
             buffers.load(DecodeBatch(rows, wrong, generations))
         assert buffers.seq_lens.tolist()[:2] == [9, 6]
-    for tokens, held in (([5, 6], [5, 6, 0, 0]), (None, [5, 6, 0, 0]), ([7], [7, 0, 0, 0]), ((8, -9), [8, -9, 0, 0])):
+    for tokens, held in (([5, 6], [5, 6, 0, 0]), (None, [5, 6, 0, 0]), ((8, -9), [8, -9, 0, 0])):
         buffers.load(DecodeBatch(rows, [10, 7], generations, token_ids=tokens))
         assert buffers.token_ids.tolist() == held and buffers.seq_lens.tolist() == [10, 7, 0, 0]
-    for tokens in ([1, 2, 3], [1, 2.0], [1, 2**63], 3, torch.tensor([1])):
+    for tokens in ([1, 2, 3], [1], [], [1, 2.0], [1, 2**63], 3, torch.tensor([1])):
         with pytest.raises((TypeError, ValueError), match=r"batch\.token_ids"):
             buffers.load(DecodeBatch(rows, [11, 8], generations, token_ids=tokens))
         assert buffers.token_ids.tolist() == [8, -9, 0, 0] and buffers.seq_lens.tolist() == [10, 7, 0, 0]

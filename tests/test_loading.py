@@ -77,7 +77,7 @@ def test_arrays_of_ints_come_beside_lists_and_between_them() -> None:
 @pytest.mark.parametrize("given", [{}, {"ragged": True, "q_len": 2}], ids=["plain", "ragged"])
 def test_arrays_are_loaded_and_refused_as_lists_are(given: dict[str, Any]) -> None:
     buffers = make(**given)
-    q_lens = np.array([1, 2]) if given else None
+    q_lens = np.array([1, 1]) if given else None
     batch = DecodeBatch(np.array([3, 1]), np.array([7, 4]), np.array([1, 2**62]), q_lens, None, np.array([8, 9]))
     buffers.load(batch)
     assert loaded(buffers, 2) == [[3, 1], [7, 4], [1, 2**62]]
@@ -122,6 +122,17 @@ def test_a_query_that_was_given_no_slot_has_none(tensors: bool, device: str) -> 
         buffers.load(DecodeBatch(*(on_device if tensors else fields)))
         slot_mapping = buffers.metadata(3).slot_mapping
         assert slot_mapping is not None and slot_mapping.tolist() == [*wanted, -1, -1]
+
+
+def test_a_slot_too_many_for_the_queries_of_a_ragged_batch_is_refused() -> None:
+    buffers = make(given_slots=True, ragged=True, q_len=2)
+    batch = DecodeBatch([3, 1], [7, 4], [0, 0], [1, 2], [8, 9, 10])
+    buffers.load(batch)
+    with pytest.raises(ValueError, match=r"batch\.slots must have at most 3 entries, got 4"):
+        buffers.load(batch._replace(slots=[1, 2, 3, 4]))
+    with pytest.raises(ValueError, match=r"batch\.generations\[0\] must be at most"):
+        buffers.load(batch._replace(generations=[2**63, 0]))
+    assert buffers.slots is not None and buffers.slots.tolist() == [8, 9, 10, -1, *[0] * 4]
 
 
 def test_a_replay_on_another_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
