@@ -29,6 +29,9 @@ WORD, ORDER = 2**32, sys.byteorder
 # A number below WORD in the 64 bits of an int64: packing refuses any other.
 SHORT = "I4x" if ORDER == "little" else "4xI"
 as_int = int.from_bytes
+# What packs so many numbers of the second field, and where; what each may grow by, and the upper halves of all; what
+# takes each but 0 and 1 to its upper half, and the bit there.
+Second = tuple[struct.Struct, slice, int, int, int, int]
 
 
 class Ring:
@@ -62,7 +65,7 @@ class Ring:
         self.kept: tuple[Any, Any] | None = None
         self.version, self.stamps = 1, [0] * count
         self.most, self.second_at = most, 8 * (1 + sizes[0])
-        self.seconds: dict[int, tuple[struct.Struct, slice, int, int]] = {}
+        self.seconds: dict[int, Second] = {}
         self.fourths, self.fourth_at = dict[int, struct.Struct](), 8 * (1 + sum(sizes[:3]))
         self.heads: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.sent = [torch.cuda.Event(), torch.cuda.Event()] if self.on_cuda else []
@@ -72,11 +75,14 @@ class Ring:
 
         Raises:
             struct.error: a value is no 64-bit int, or negative where it may not be; the line stays the next one.
+            TypeError: a value is a bool.
         """
+        values = [*chain.from_iterable(fields)]
+        _refuse_bools(values)
         line, lengths = self.next(), tuple(map(len, fields))
         self.stamps[self.filling] = 0
         packer = self.packers.get(lengths) or self._packer(lengths)
-        packer.pack_into(line, 0, count, *chain.from_iterable(fields))
+        packer.pack_into(line, 0, count, *values)
 
     def keep(self, first: Any, third: Any) -> None:
         """Say that the line just filled, and those to come, hold these in their first and third fields; lists or
@@ -97,12 +103,17 @@ class Ring:
 
         Raises:
             struct.error: as for `fill`, and where a value of the second field is above `most`.
+            TypeError: a value of the second field is a bool.
         """
-        packer, place, room, above = self.second
+        packer, place, room, above, far, bits = self.second
         packed = packer.pack(*values)
+        number = as_int(packed, ORDER)
         # All values at once: what is above `most` reaches the upper half of its 64 bits, and never the next value's.
-        if as_int(packed, ORDER) + room & above:
+        if number + room & above:
             raise struct.error(f"a value is above {self.most}")
+        # A bool is packed as 0 or 1, the only numbers that stay in the lower half here; types are looked at then alone.
+        if number + far & bits != bits:
+            _refuse_bools(values)
         line = self.next()
         if self.stamps[self.filling] != self.version:
             line[: self.fourth_at] = self.image
@@ -120,13 +131,11 @@ class Ring:
             self.sent[turn // HALF].synchronize()
         return self.memory[turn]
 
-    def _second(self, size: int) -> tuple[struct.Struct, slice, int, int]:
-        """What packs so many numbers of the second field, where, what each may grow by, and the upper halves."""
+    def _second(self, size: int) -> Second:
         ones = sum(1 << 64 * i for i in range(size))
         place = slice(self.second_at, self.second_at + 8 * size)
-        packer = struct.Struct("=" + size * SHORT)
-        self.seconds[size] = found = packer, place, ones * (WORD - 1 - self.most), ones * (WORD - 1) * WORD
-        return found
+        packer, room, above = struct.Struct("=" + size * SHORT), ones * (WORD - 1 - self.most), ones * (WORD - 1) * WORD
+        return self.seconds.setdefault(size, (packer, place, room, above, ones * (WORD - 2), ones * WORD))
 
     def _fourth(self, size: int) -> struct.Struct:
         padding = 8 * (self.sizes[3] - size)
@@ -157,3 +166,8 @@ class Ring:
 
     def deliver(self) -> None:
         """Bring to the target what was sent and waits to be taken: here nothing ever does."""
+
+
+def _refuse_bools(values: Sequence[Any]) -> None:
+    if bool in set(map(type, values)):
+        raise TypeError("a value is a bool")

@@ -7,6 +7,7 @@ import io
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -170,6 +171,20 @@ WRONG = {
     "a-number-of-tokens": ("plain", BATCH._replace(token_ids=3), "batch.token_ids must be a list, a tuple, or an arr"),
     "a-0-d-tensor": ("plain", BATCH._replace(rows=torch.tensor(3)), "batch.rows must be a list, a tuple, or an array"),
     "a-true-length": ("ragged", BATCH._replace(q_lens=[3, True]), "batch.q_lens[1] must be an int, got bool"),
+    "a-true-row": ("plain", BATCH._replace(rows=[3, True]), "batch.rows[1] must be an int, got bool"),
+    "a-false-row": ("plain", BATCH._replace(rows=(False, 3), seq_lens=(9, 5), generations=(1, 4), token_ids=None),
+     "batch.rows[0] must be an int, got bool"),
+    "a-true-seq-len": ("plain", BATCH._replace(seq_lens=[9, True]), "batch.seq_lens[1] must be an int, got bool"),
+    "a-true-generation": ("plain", BATCH._replace(generations=[True, 4]),
+     "batch.generations[0] must be an int, got bool"),
+    "a-true-ragged-generation": ("ragged", BATCHES["ragged"]._replace(generations=[1, False]),
+     "batch.generations[1] must be an int, got bool"),
+    "a-true-slot": ("given", BATCH._replace(slots=[50, True]), "batch.slots[1] must be an int, got bool"),
+    "a-true-token": ("plain", BATCH._replace(token_ids=[11, True]), "batch.token_ids[1] must be an int, got bool"),
+    "an-array-of-bools": ("plain", BATCH._replace(generations=np.array([True, False])),
+     "batch.generations[0] must be an int, got bool"),
+    "a-tensor-of-bools": ("plain", on("cpu", BATCH)._replace(generations=torch.tensor([True, False])),
+     "batch.generations must be int32 or int64, got bool"),
     "text": ("plain", DecodeBatch(["a"], [3], [0]), "batch.rows[0] must be an int, got str"),
 }  # fmt: skip
 
@@ -355,6 +370,20 @@ def test_no_number_of_a_field_filled_alone_is_above_the_most(most: int) -> None:
     assert target.tolist() == [size, *[0] * 66, *values, *[0] * 67], "a refused line was written"
 
 
+@pytest.mark.parametrize("most", [1, 28, 2**31 - 1, 2**32 - 1])
+def test_no_bool_gets_into_a_field_filled_alone(most: int) -> None:
+    target, size = torch.zeros(1 + 3 * 66, dtype=torch.int64), 65
+    ring = Ring(target, [66, 66, 66], unsigned=2, most=most)
+    ring.fill(size, ([0] * size, [0] * size, [0] * size))
+    ring.keep([0] * size, [0] * size)
+    for value in (False, True):
+        for others in (0, 1, min(2, most), most):
+            for at in (0, 1, 31, 64):
+                with pytest.raises(TypeError, match="a value is a bool"):
+                    ring.fill_second([value if i == at else others for i in range(size)])
+                ring.fill_second([int(value) if i == at else others for i in range(size)])
+
+
 def test_a_step_with_rows_as_before_is_checked_and_loaded_like_any_other() -> None:
     buffers = make()
     rows, generations = [3, 1], [0, 2]
@@ -362,7 +391,7 @@ def test_a_step_with_rows_as_before_is_checked_and_loaded_like_any_other() -> No
         buffers.load(DecodeBatch(rows, lengths, generations))
         assert buffers.req_pool_indices.tolist()[:2] == rows and buffers.seq_lens.tolist()[:2] == lengths
         assert buffers.generations.tolist()[:2] == generations
-    for wrong in ([7], [7, -1], [7, 29], [29, 7], [7, 10**6], [7, 1.5], [7, 2**64]):
+    for wrong in ([7], [7, -1], [7, 29], [29, 7], [7, 10**6], [7, 1.5], [7, 2**64], [7, True], [False, 7]):
         with pytest.raises((TypeError, ValueError), match="seq_lens"):
             buffers.load(DecodeBatch(rows, wrong, generations))
         assert buffers.seq_lens.tolist()[:2] == [9, 6]
