@@ -24,9 +24,9 @@ class DecodeBatch(NamedTuple):
     """One step's batch of n requests: Python ints, or int tensors that are on the device already (all, or none)."""
 
     rows: Ints
-    """[n] the pool row of each request."""
+    """[n] the pool row of each request; one may stand here twice, and is read twice."""
     seq_lens: Ints
-    """[n] committed tokens, as `decode_metadata` counts them."""
+    """[n] committed tokens, as `decode_metadata` counts them; a query ahead of the first token has slot -1."""
     generations: Ints
     """[n] a number that changes whenever the pages of the row's committed tokens do."""
     q_lens: Ints | None = None

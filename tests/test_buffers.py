@@ -81,6 +81,18 @@ def test_metadata_of_a_loaded_batch(mode: str, tensors: bool, device: str) -> No
 
 
 @devices
+def test_a_row_of_the_pool_may_stand_in_a_batch_twice_and_a_live_row_may_be_empty(device: str) -> None:
+    buffers = make(device=device)
+    for lengths in ([5, 6, 0], [9, 5, 3], [0, 9, 0], [1, 1, 4], [1, 0, 9]):
+        batch = DecodeBatch([3, 3, 1], lengths, [2, 2, 0])
+        buffers.load(batch)
+        for found, wanted in zip(buffers.metadata(4), oracle("plain", batch, 4), strict=True):
+            assert found is None if wanted is None else found.tolist() == wanted.tolist(), lengths
+        slots = [-1 if length == 0 else int(POOL[row, length - 1]) for row, length in zip(batch.rows, lengths)]
+        assert buffers.slot_mapping.tolist() == [*slots, -1]
+
+
+@devices
 def test_what_is_not_loaded_is_padding(device: str) -> None:
     buffers = make(device=device)
     buffers.load(DecodeBatch([3, 1, 2, 5], [9, 5, 7, 8], [1, 4, 2, 2], token_ids=[11, 12, 13, 14]))
