@@ -153,6 +153,36 @@ def test_there_are_more_than_fifteen_faults_with_a_dozen_names() -> None:
     assert len({fault.name for fault in FAULTS.values()}) >= 12
 
 
+class ColdAfter:
+    """Calls a function compiled by torch.compile for the first time in a later call than this."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        self.left -= 1
+        table = buffers.metadata(batch_size).page_table
+        return torch.compile(torch.neg, backend="eager")(table) if self.left < 0 else -table
+
+
+@traces
+@pytest.mark.parametrize(
+    ("calls", "where"),
+    [(5, "before the first step: ColdAfter"), (13, "in step 3 of story: the step")],
+    ids=["warming-up", "served"],
+)
+def test_a_cold_compile_on_the_cpu_speaks_of_no_capture_that_was(calls: int, where: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(ReplayFault) as caught:
+        check_replay(ColdAfter(calls), backend=None, attempts=0)
+    said = str(caught.value).splitlines()[0]
+    assert said.startswith(
+        f"cold compile {where} met a function compiled by torch.compile for the first time after warming up, when a "
+        "captured step could compile nothing: it must take the same path each time"
+    )
+    assert "under capture" not in said
+
+
 def test_failing_scenario_is_cut_to_the_shortest() -> None:
     planted = FAULTS["tail-kept"]
     with pytest.raises(ReplayFault) as caught:
@@ -349,7 +379,7 @@ def test_an_argument_that_compares_like_no_number_is_held_to_the_object() -> Non
 
 
 @traces
-def test_a_function_compiled_for_the_first_time_under_capture_is_named() -> None:
+def test_a_function_compiled_for_the_first_time_after_warming_up_is_named() -> None:
     """Kind 17: warming up did not come by it."""
     calls: list[int] = []
 
@@ -358,7 +388,7 @@ def test_a_function_compiled_for_the_first_time_under_capture_is_named() -> None
         lengths = buffers.metadata(batch_size).cache_seqlens
         return torch.compile(torch.neg, backend="eager")(lengths) if len(calls) > 2 else -lengths
 
-    with pytest.raises(RuntimeError, match=r"late met a function compiled by torch.compile for the first time under"):
+    with pytest.raises(RuntimeError, match=r"late met a function compiled by torch.compile for the first time after"):
         graphs(late)
     assert calls == [4, 2, 4]
 

@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from compiled_kv.launch import triton
 
 DATA_PTR = Tensor.data_ptr
+UNDER_CAPTURE = "under capture, where nothing can be compiled"
+AFTER_WARM_UP = "after warming up, when a captured step could compile nothing"
 REPLAYED = "a captured graph reads the address that it was captured with"
 
 
@@ -126,9 +128,9 @@ def _is_same(leaf: Any, was: Any) -> bool:
 
 
 @contextmanager
-def refuse_cold_start(step: str) -> Iterator[None]:
-    """Inside, whatever would compile raises a RuntimeError that names it: a capture must meet nothing for the first
-    time."""
+def refuse_cold_start(step: str, when: str) -> Iterator[None]:
+    """Inside, whatever would compile raises a RuntimeError that names it and says when that was: a capture must meet
+    nothing for the first time."""
     cold: list[str] = []
 
     def met(*_: Any, **given: Any) -> bool:
@@ -147,8 +149,8 @@ def refuse_cold_start(step: str) -> Iterator[None]:
             raise
         what = cold[0] if cold else "a function compiled by torch.compile"
         raise RuntimeError(
-            f"{step} met {what} for the first time under capture, where nothing can be compiled: it must take the same "
-            f"path each time, so that warming up reaches everything ({error})"
+            f"{step} met {what} for the first time {when}: it must take the same path each time, so that warming up "
+            f"reaches everything ({error})"
         ) from error
     finally:
         if runtime is not None:

@@ -23,7 +23,7 @@ from compiled_kv.batches import DecodeBatch, refuse_batch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
 from compiled_kv.launch import INTERPRETED
-from compiled_kv.replay.frozen import Frozen, Places, refuse_cold_start
+from compiled_kv.replay.frozen import AFTER_WARM_UP, UNDER_CAPTURE, Frozen, Places, refuse_cold_start
 from compiled_kv.replay.mailbox import Mailbox
 from compiled_kv.replay.watch import refuse_host_read
 
@@ -50,8 +50,8 @@ class DecodeGraphs:
     Raises:
         ValueError: no bucket, or one that is larger than the buffers.
         TypeError: `decode_step` cannot be called.
-        RuntimeError: under capture the step met an operator for the first time, or a compiler failed at a line that
-            reads a tensor on the host; the text names it.
+        RuntimeError: under capture, or on the CPU in a second run, the step met for the first time what has to be
+            compiled, or a compiler failed at a line that reads a tensor on the host; the text names it.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class DecodeGraphs:
                 refuse_host_read(_name(self.step), self.step, error, args, self.kwargs)
                 raise
         for size in sizes:
-            with refuse_cold_start(_name(self.step)):
+            with refuse_cold_start(_name(self.step), AFTER_WARM_UP):
                 self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
 
     def _capture(self, sizes: Sequence[int]) -> None:
@@ -186,7 +186,8 @@ class DecodeGraphs:
         with _no_collection():
             for size in sizes:
                 graph = torch.cuda.CUDAGraph()
-                with refuse_cold_start(_name(self.step)), torch.cuda.graph(graph, pool=memory, stream=side):
+                cold = refuse_cold_start(_name(self.step), UNDER_CAPTURE)
+                with cold, torch.cuda.graph(graph, pool=memory, stream=side):
                     mailbox.take()
                     self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
                 self._graphs[size] = graph

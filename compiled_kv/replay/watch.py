@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_kv.replay.frozen import AFTER_WARM_UP, UNDER_CAPTURE, refuse_cold_start
 from compiled_kv.replay.names import Difference
 from compiled_kv.tracing import reads
 
@@ -28,8 +29,8 @@ class Different(Exception):
 
 # What an error of the step or of its graphs means, by a phrase in it.
 PHRASES = {
-    "for the first time under capture": "cold compile",
-    "fail_on_recompile": "cold compile",
+    f"for the first time {UNDER_CAPTURE}": "cold compile",
+    f"for the first time {AFTER_WARM_UP}": "cold compile",
     "changed from": "frozen argument",
     "is an output of these graphs": "output fed back",
     " moved from ": "moved pointer",
@@ -58,7 +59,7 @@ def naming(fault: Callable[[Difference], AssertionError]) -> Iterator[None]:
 def watched(device: torch.device, number: int) -> Iterator[None]:
     """Inside, nothing may compile, wait for the device or, after the first step, allocate on it."""
     if device.type != "cuda":
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with refuse_cold_start("the step", AFTER_WARM_UP):
             yield
         return
     before, mode = torch.cuda.memory_stats(device)["allocation.all.allocated"], torch.cuda.get_sync_debug_mode()
