@@ -16,7 +16,7 @@ from compiled_kv import reference
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
-from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step, powers_of_two
+from compiled_kv.replay.check import Each, ReplayFault, Step, check_replay, metadata_step, powers_of_two
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.pools import make_pools
 from compiled_kv.replay.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
@@ -151,6 +151,26 @@ def test_a_step_that_never_asks_for_its_metadata_is_told_so() -> None:
 def test_there_are_more_than_fifteen_faults_with_a_dozen_names() -> None:
     assert len(FAULTS) >= 15
     assert len({fault.name for fault in FAULTS.values()}) >= 12
+
+
+class Growing:
+    """A cache that is taken anew in a step, for more room, say."""
+
+    def __init__(self) -> None:
+        self.keys, self.calls = torch.zeros(64, 1), 0
+
+    def __call__(self, buffers: DecodeBuffers, batch_size: int, keys: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        if self.calls == 12:
+            self.keys = self.keys.clone()
+        return buffers.metadata(batch_size).cache_seqlens
+
+
+def test_a_cache_that_moves_is_seen_where_it_is_looked_up_as_an_argument() -> None:
+    assert check_replay(Growing(), backend=None).steps == 8
+    growing = Growing()
+    with pytest.raises(ReplayFault, match=r"moved pointer .* argument keys moved from 0x\w+ float32 \[64, 1\] to 0x"):
+        check_replay(growing, backend=None, attempts=0, args=(Each(lambda: growing.keys),))
 
 
 class ColdAfter:
