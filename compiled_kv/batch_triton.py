@@ -34,12 +34,23 @@ def _inclusive_sums(counts, FITS_INT32: tl.constexpr):
 
 
 @device_function
+def _sum(lengths):
+    """Sum of up to 2^15 lengths, int64. In two halves that cannot wrap: sums of 32 bits take an instruction a warp."""
+    return (tl.sum(lengths >> 16, 0).to(tl.int64) << 16) + tl.sum(lengths & 0xFFFF, 0)
+
+
+@device_function
 def _is_live(indices_ptr, index_stride, pool_rows, row, counted):
     """Which of the counted rows have a pool row; all of them where `indices_ptr` is None."""
     live = counted
     if indices_ptr is not None:
         live = is_within(load_at(indices_ptr, row, index_stride, counted, -1), pool_rows)
     return live
+
+
+@device_function
+def rows_of_chunk(chunk, CHUNK: tl.constexpr):
+    return (chunk.to(tl.int64) * CHUNK).to(tl.int32) + tl.arange(0, CHUNK)
 
 
 @device_function
@@ -53,8 +64,7 @@ def prefix_sums(
     `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries. Returns the
     queries that `q_lens_ptr` gives all rows up to the chunk's end, and status bits of each lane.
     """
-    begin = (chunk.to(tl.int64) * CHUNK).to(tl.int32)
-    row = begin + tl.arange(0, CHUNK)
+    begin, row = (chunk.to(tl.int64) * CHUNK).to(tl.int32), rows_of_chunk(chunk, CHUNK)
     in_batch = row < batch_size
     counted = row < active
     seq_len = value_at(seq_lens_ptr, row, seq_stride, counted, 0)
@@ -68,7 +78,7 @@ def prefix_sums(
             is_ahead = other < ahead
             other_len = value_at(seq_lens_ptr, other, seq_stride, is_ahead, 0)
             other_live = _is_live(indices_ptr, index_stride, pool_rows, other, is_ahead)
-            before_k += tl.sum(tl.where(other_live, clamped_length(other_len, delta, cap), 0).to(tl.int64), 0)
+            before_k += _sum(tl.where(other_live, clamped_length(other_len, delta, cap), 0))
         if q_lens_ptr is not None:  # in a loop of its own: so many loads at once would spill
             for earlier in range(0, ahead, SCAN):
                 other = earlier + tl.arange(0, SCAN)

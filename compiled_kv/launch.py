@@ -97,6 +97,20 @@ def dependent_launch():
     tl.extra.cuda.gdc_launch_dependents()
 
 
+@device_function
+def dependent_launch_knowing(address):
+    """`dependent_launch`, ahead of which the addresses that `address` is made of (int64, never 0) are computed.
+
+    A compiler moves what it can behind the wait, where it takes time. It cannot know that no address is 0, so a wait on
+    that condition needs the addresses.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred %p; setp.ne.s64 %p, $1, 0; @%p griddepcontrol.wait; mov.u64 $0, $1; }", "=l,l", [address],
+        dtype=tl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.extra.cuda.gdc_launch_dependents()
+
+
 def runs_kernel(tensor: torch.Tensor) -> bool:
     """Whether `tensor`'s device takes the Triton kernel; CPU tensors do so only under the interpreter."""
     if (os.environ.get("TRITON_INTERPRET", "0") == "1") != INTERPRETED:
@@ -131,8 +145,13 @@ WARPS = 2
 # Columns a program writes at a time, and as many as are worth a program of their own.
 BLOCK = 512
 LEAST = 128
-# Columns an update writes at a time: most steps add one at the most.
-RENEWED = 64
+# Rows a program of the update takes side by side, and lanes of each: most steps add a column and a token at the most.
+# Where that is not enough, columns or tokens a lane takes at a time. Programs in all where rows are few.
+ROWS = 8
+LANES = 16
+WIDE = 8
+UPDATERS = 128
+UPDATE_WARPS = 4
 # Rows a program takes prefix sums of, and rows ahead of these that it adds up at a time.
 CHUNK = 64
 SCAN = 512
@@ -140,15 +159,17 @@ SCAN = 512
 TOKENS = 128
 ROW_TOKENS = 64
 # Some five programs for each of 132 multiprocessors fill the device; more would only cost their own start. Pages of few
-# tokens share their sectors of memory: there eight measured best, and ten where a map is looked up as well.
+# tokens share their sectors of memory: there eight measured best, and ten where a map is looked up as well, but of one
+# row two, which a short row waits less for.
 PROGRAMS = 640
 FINE_PROGRAMS = 1056
 FINE_MAPPED_PROGRAMS = 1320
-# Columns a program after which a row is long; programs that help with what follows, about one for each multiprocessor,
+FINE_PARTS = 264
+# Columns a program after which a row is long; programs that help with what follows, about one for two multiprocessors,
 # and columns they take at a time: their lanes cost the registers of every program. With pages of few tokens a column
 # takes less time: a row is long later, and twice as many help.
 LONG = 1024
-HELPERS = 128
+HELPERS = 64
 SHARED = 512
 # Bits behind the point of `reciprocal_of`.
 FRACTION = 20
@@ -177,7 +198,7 @@ def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool, has
     if page_size < 8:
         long, most = (2 if is_mapped else 8) * LONG, 2 * HELPERS
         programs = FINE_MAPPED_PROGRAMS if is_mapped else FINE_PROGRAMS
-        parts = torch.sym_max(parts, programs_a_row(batch_size, width, block, programs))
+        parts = torch.sym_max(parts, torch.sym_min(programs_a_row(batch_size, width, block, programs), FINE_PARTS))
     shared = ceil_div(torch.sym_max(width - parts * long, 0), SHARED)
     return Split(block if has_unit_stride else block // 2, parts, long, torch.sym_min(most, batch_size * shared))
 

@@ -7,7 +7,7 @@ than others is shared with the helpers (long_rows_triton).
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import sum_batch
+from compiled_kv.batch_triton import rows_of_chunk, sum_batch
 from compiled_kv.columns_triton import (
     clear_row,
     fill_at_once,
@@ -16,7 +16,7 @@ from compiled_kv.columns_triton import (
     slots_if_short,
     slots_of_columns,
 )
-from compiled_kv.launch import dependent_launch, device_function, kernel, tl
+from compiled_kv.launch import dependent_launch, dependent_launch_knowing, device_function, kernel, tl
 from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,
@@ -28,7 +28,6 @@ from compiled_kv.rows_triton import (
     pages_of,
     place_of,
     swa_slot_of,
-    value_at,
 )
 from compiled_kv.tokens_triton import slots_of_tokens, write_slots
 
@@ -75,13 +74,14 @@ def decode_metadata_kernel(
 ):  # fmt: skip
     parts = tl.zeros([], tl.int64) + parts
     helpers = (tl.zeros([], tl.int64) + helpers).to(tl.int32)
-    turn, row, part = place_of(tl.program_id(0), batch_size, parts, reciprocal, CHUNK)
+    turn, row, part = place_of(tl.program_id(0), batch_size, batch_size, parts, reciprocal, CHUNK)
     if (turn >= 0) & (turn < batch_size * parts):
+        index_ptr = req_pool_indices_ptr + row.to(tl.int64) * index_stride
+        seq_len_ptr = seq_lens_ptr + row.to(tl.int64) * seq_stride
         if PDL:
-            dependent_launch()
+            dependent_launch_knowing(index_ptr.to(tl.int64) | seq_len_ptr.to(tl.int64))
         active = active_rows(num_reqs_ptr, batch_size)
-        pool_row = load_at(req_pool_indices_ptr, row, index_stride, True, -1)
-        seq_len = value_at(seq_lens_ptr, row, seq_stride, True, 0)
+        pool_row, seq_len = tl.load(index_ptr).to(tl.int64), tl.load(seq_len_ptr)
         queries = tl.zeros([], tl.int64) + q_len
         if q_lens_ptr is not None:
             # By the load's mask: a selection afterwards would keep, and spill, `row < active` while pages are written.
@@ -171,7 +171,11 @@ def decode_metadata_kernel(
             )  # fmt: skip
     elif turn < 0:
         if PDL:
-            dependent_launch()
+            summed = rows_of_chunk(tl.program_id(0), CHUNK).to(tl.int64)
+            dependent_launch_knowing(
+                (seq_lens_ptr + summed * seq_stride).to(tl.int64)
+                | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
+            )
         active = active_rows(num_reqs_ptr, batch_size)
         sum_batch(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,

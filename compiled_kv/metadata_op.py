@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.library import triton_op
 
 from compiled_kv.checks import check_distinct_fake
-from compiled_kv.launch import SHARED, chunks, launch, reciprocal_of, runs_kernel, size_of, split_rows
+from compiled_kv.launch import (
+    ROW_TOKENS,
+    SHARED,
+    WARPS,
+    chunks,
+    launch,
+    reciprocal_of,
+    runs_kernel,
+    size_of,
+    split_rows,
+)
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
@@ -29,7 +39,8 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
         decode_metadata_kernel, (chunks(batch_size) + batch_size * split.parts + split.helpers,),
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
         parts=split.parts, helpers=split.helpers, reciprocal=reciprocal_of(batch_size), CLEAR=clear,
-        UNIT_STRIDE=has_unit_stride, BLOCK=split.block, LONG=split.long, SHARED=SHARED,
+        UNIT_STRIDE=has_unit_stride, BLOCK=split.block, LONG=split.long, SHARED=SHARED, TOKENS=ROW_TOKENS,
+        num_warps=WARPS,
     )  # fmt: skip
 
 

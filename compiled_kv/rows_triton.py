@@ -54,12 +54,12 @@ def active_rows(num_reqs_ptr, batch_size):
 
 
 @device_function
-def place_of(program, batch_size, parts, reciprocal, CHUNK: tl.constexpr):
-    """Number of a program behind those that take prefix sums, int32, negative for one of these; its row, int32; and
-    which of the row's `parts` programs it is, int64."""
+def place_of(program, batch_size, count, parts, reciprocal, CHUNK: tl.constexpr):
+    """Number of a program behind those that take prefix sums, int32, negative for one of these; which of `count` rows
+    (or groups of rows) is its own, int32; and which of that one's `parts` programs it is, int64."""
     turn = (program - tl.maximum((batch_size + CHUNK - 1) // CHUNK, 1)).to(tl.int32)
     part = tl.minimum((turn.to(tl.int64) * reciprocal) >> POINT, parts - 1)
-    return turn, (turn - part * batch_size).to(tl.int32), part
+    return turn, (turn - part * count).to(tl.int32), part
 
 
 @device_function
@@ -155,7 +155,7 @@ def _either(a, b):
 def report(bits, status_ptr, DEBUG: tl.constexpr):
     """OR the bits of all lanes into `status`; dead code where nobody asks for them."""
     if (status_ptr is not None) or DEBUG:
-        found = tl.reduce(bits, 0, _either)
+        found = tl.reduce(tl.ravel(bits, can_reorder=True), 0, _either)
         if status_ptr is not None:
             if found != 0:
                 tl.atomic_or(status_ptr, found, sem="relaxed")

@@ -1,7 +1,8 @@
 """Device functions for the slots of a row's tokens: look them up, and store them.
 
-slots_of_tokens   of one turn of queries, given by the allocator or from the pool
-write_slots       of all of them
+slots_of_tokens   of some queries, given by the allocator or from the pool
+write_turn        of some queries
+write_slots       of all queries of one row
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ def slots_of_tokens(
 
 
 @device_function
-def _write_turn(
+def write_turn(
     slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-    slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, begin, status_ptr,
-    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, DEBUG: tl.constexpr, TOKENS: tl.constexpr,
+    slot_mapping_ptr, swa_slot_mapping_ptr, first_token, first_position, query, owned, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, DEBUG: tl.constexpr,
 ):  # fmt: skip
-    query = begin + tl.arange(0, TOKENS)
-    # Not `query < count`, which a caller may have asked already: its answer would be kept, and spilled, until here.
-    owned = tl.arange(0, TOKENS) < count - begin
+    """Store the slots of those queries that are `owned`; `slot` and `swa_slot` are None where they are not looked up
+    yet. Queries of one row, or of a row each."""
     if slot is None:
         slot = slots_of_tokens(
             pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, first_position, query, owned
         )
-    bits = tl.zeros([TOKENS], tl.int32)
+    bits = tl.zeros(query.shape, tl.int32)
     if slots_ptr is None:
         bits |= tl.where(owned & (room >= 0) & (first_position + query >= 0) & (slot < 0), BAD_SLOT, 0)
     slot = tl.maximum(slot, -1)
@@ -62,14 +62,16 @@ def write_slots(
     are not looked up yet. That turn is usually the only one: outside of a loop less is computed ahead of it."""
     begin = part * TOKENS
     if begin < count:
-        _write_turn(
+        lane = tl.arange(0, TOKENS)
+        # Not `query < count`, which a caller may have asked already: its answer would be kept, and spilled, until here.
+        write_turn(
             slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-            slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, begin, status_ptr,
-            PAGE_SIZE, PAGE_MAP, DEBUG, TOKENS,
+            slot_mapping_ptr, swa_slot_mapping_ptr, first_token, first_position, begin + lane, lane < count - begin,
+            status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG,
         )  # fmt: skip
         for later in range(begin + parts * TOKENS, count, parts * TOKENS):
-            _write_turn(
+            write_turn(
                 None, None, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, later, status_ptr,
-                PAGE_SIZE, PAGE_MAP, DEBUG, TOKENS,
+                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, first_position, later + lane,
+                lane < count - later, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG,
             )  # fmt: skip

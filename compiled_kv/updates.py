@@ -31,8 +31,11 @@ from compiled_kv.checks import (
     check_width,
 )
 from compiled_kv.launch import (
-    PROGRAMS,
-    RENEWED,
+    LANES,
+    ROWS,
+    UPDATE_WARPS,
+    UPDATERS,
+    WIDE,
     chunks,
     is_reciprocal_exact,
     launch,
@@ -40,7 +43,7 @@ from compiled_kv.launch import (
     reciprocal_of,
     runs_kernel,
 )
-from compiled_kv.layout import KVLayout
+from compiled_kv.layout import KVLayout, ceil_div
 from compiled_kv.metadata import check_step
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
 from compiled_kv.update_kernel import update_metadata_kernel
@@ -52,7 +55,7 @@ RECORD = 5
 
 def new_held(layout: KVLayout, capacity: int, device: torch.device | str) -> Tensor:
     """What `capacity` rows of zeroed tables hold, for `update_metadata`: nobody's pages. int64 [capacity, parts, 5]."""
-    parts = programs_a_row(capacity, layout.max_num_pages, RENEWED, PROGRAMS // 2)
+    parts = programs_a_row(ceil_div(capacity, ROWS), layout.max_num_pages, LANES * WIDE, UPDATERS)
     return clear_held(torch.zeros(capacity, parts, RECORD, dtype=torch.int64, device=device))
 
 
@@ -66,10 +69,12 @@ def _launch(
     out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
 ) -> None:
     batch_size, parts = given.seq_lens.shape[0], held.shape[1]
+    groups = ceil_div(batch_size, ROWS)
     launch(
-        update_metadata_kernel, (chunks(batch_size) + batch_size * parts,),
+        update_metadata_kernel, (chunks(batch_size) + groups * parts,),
         **kernel_arguments(out, given, settings, num_tokens), held_ptr=held, generations_ptr=generations,
-        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(batch_size), BLOCK=RENEWED,
+        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(groups),
+        ROWS=ROWS, LANES=LANES, WIDE=WIDE, num_warps=UPDATE_WARPS,
     )  # fmt: skip
 
 
@@ -156,7 +161,7 @@ def _check_room(
     sizes.check_output("held", held, INT64, "M", "parts", str(RECORD))
     if held.shape[2] != RECORD or held.shape[1] < 1 or not held.is_contiguous():
         raise ValueError(f"held must be contiguous [M, parts, {RECORD}] with parts >= 1, got {list(held.shape)}")
-    if not is_reciprocal_exact(held.shape[0], held.shape[1]):
+    if not is_reciprocal_exact(ceil_div(held.shape[0], ROWS), held.shape[1]):
         raise ValueError(f"held must be made by new_held, which makes fewer parts, got {list(held.shape)}")
     batch_size = sizes.named["B"]
     rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}

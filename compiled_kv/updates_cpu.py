@@ -39,7 +39,7 @@ def _cpu_tables(
     columns = cpu.iota(width, rows)
     record, now = held[:, 0], _cpu_record(generations, given, settings, batch, width)
     settled, live_columns, first = now.unbind(1)[2:]
-    old_settled, old_live, old_first = record[:, 2:].clamp(0, width).unbind(1)
+    old_settled, old_live, old_first = record[:, 2:].int().clamp(0, width).unbind(1)
     kept = (now[:, :2] == record[:, :2]).all(1) & (settled >= old_settled)
     start = old_settled.where(kept, 0)
     start = torch.where(first < old_first, torch.minimum(start, first), start)

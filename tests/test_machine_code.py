@@ -76,6 +76,9 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "TOKENS": (launch.TOKENS,),
     "LONG": (launch.LONG,),
     "SHARED": (launch.SHARED,),
+    "ROWS": (launch.ROWS,),
+    "LANES": (launch.LANES,),
+    "WIDE": (launch.WIDE,),
     "CHUNK": (launch.CHUNK,),
     "SCAN": (launch.SCAN,),
     "BLOCK_SIZE": (64, 1, 48),
@@ -98,8 +101,9 @@ OPTIONAL = [
 FROM_TOKEN_POOL = {"_page_table_kernel", "_swa_page_table_kernel", "decode_metadata_kernel"}
 # What a launch passes besides the common values.
 OF_ROWS = {"TOKENS": launch.ROW_TOKENS}
-PASSED = {"decode_metadata_kernel": OF_ROWS, "update_metadata_kernel": {**OF_ROWS, "BLOCK": launch.RENEWED}}
-WARPS = dict.fromkeys([*FROM_TOKEN_POOL, "update_metadata_kernel", "_seqlens_kernel"], launch.WARPS)
+PASSED = {"decode_metadata_kernel": OF_ROWS}
+WARPS = dict.fromkeys([*FROM_TOKEN_POOL, "_seqlens_kernel"], launch.WARPS)
+WARPS["update_metadata_kernel"] = launch.UPDATE_WARPS
 WARPS["flashmla_schedule_kernel"] = schedule_kernel.WARPS
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
 READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}

@@ -219,7 +219,7 @@ def test_window_leaves_null_pages_behind(device: str) -> None:
 def test_a_record_full_of_rubbish_stays_within_the_row() -> None:
     rig = Rig(SMALL, "cpu", 1, mapped=False)
     rig.out.page_table.fill_(-5)
-    rig.held.copy_(torch.tensor([1, 7, -(2**62), 2**62, 2**62]))
+    rig.held.copy_(torch.tensor([1, 7, -(2**31), 2**31 - 1, 2**31 - 1]))
     (call,) = steps((1, 7, 9))
     update_metadata(**call, held=rig.held[:1], out=rig.out)
     assert rig.out.page_table[0].tolist() == [*PAGES[1][:3], 0, 0, 0, 0]
@@ -240,8 +240,8 @@ WRONG: list[tuple[str, Call, type[Exception], str]] = [
      "held must be contiguous [M, parts, 5]"),
     ("int32-record", {"held": torch.zeros(11, 2, 5, dtype=torch.int32)}, TypeError, "held must be int64, got int32"),
     ("small-record", {"held": torch.zeros(2, 2, 5, dtype=torch.int64)}, ValueError, "held must have at least 3 rows"),
-    ("many-parts", {"held": torch.zeros(512, 5, 5, dtype=torch.int64)}, ValueError,
-     "held must be made by new_held, which makes fewer parts, got [512, 5, 5]"),
+    ("many-parts", {"held": torch.zeros(512, 257, 5, dtype=torch.int64)}, ValueError,
+     "held must be made by new_held, which makes fewer parts, got [512, 257, 5]"),
     ("small-table", {"page_table": torch.zeros(2, 7, dtype=torch.int32)}, ValueError,
      "out.page_table must have at least 3 rows"),
     ("narrow-table", {"page_table": torch.zeros(11, 4, dtype=torch.int32)}, ValueError,
