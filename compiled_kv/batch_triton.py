@@ -49,30 +49,21 @@ def _is_live(indices_ptr, index_stride, pool_rows, row, counted):
 
 
 @device_function
-def rows_of_chunk(chunk, CHUNK: tl.constexpr):
-    return (chunk.to(tl.int64) * CHUNK).to(tl.int32) + tl.arange(0, CHUNK)
-
-
-@device_function
-def prefix_sums(
+def _sum_rows(
     seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, chunk,
-    CHUNK: tl.constexpr, SCAN: tl.constexpr,
+    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
+    DEBUG: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr, IS_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Lengths and prefix sums of rows [chunk * CHUNK, (chunk + 1) * CHUNK) of a batch.
-
-    `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries. Returns the
-    queries that `q_lens_ptr` gives all rows up to the chunk's end, and status bits of each lane.
-    """
-    begin, row = (chunk.to(tl.int64) * CHUNK).to(tl.int32), rows_of_chunk(chunk, CHUNK)
+    """Rows [begin, begin + CHUNK), which are the whole batch where `IS_ALL`."""
+    row = begin + tl.arange(0, CHUNK)
     in_batch = row < batch_size
     counted = row < active
     seq_len = value_at(seq_lens_ptr, row, seq_stride, counted, 0)
     live = _is_live(indices_ptr, index_stride, pool_rows, row, counted)
     before_k = tl.zeros([], tl.int64)
     before_q = tl.zeros([], tl.int64)
-    ahead = tl.minimum(begin, active).to(tl.int32)
-    if ahead > 0:
+    if not IS_ALL:
+        ahead = tl.minimum(begin, active).to(tl.int32)
         for earlier in range(0, ahead, SCAN):
             other = earlier + tl.arange(0, SCAN)
             is_ahead = other < ahead
@@ -108,7 +99,43 @@ def prefix_sums(
     # Last, and by every program alike: a predicate from before the scan would be kept, and spilled, all through it.
     tl.store(cu_q_ptr, 0)
     tl.store(cu_k_ptr, 0)
-    return before_q, bits
+    report(bits, status_ptr, DEBUG)
+    return before_q
+
+
+@device_function
+def prefix_sums(
+    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
+    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, chunk,
+    DEBUG: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Lengths and prefix sums of rows [chunk * CHUNK, (chunk + 1) * CHUNK) of a batch.
+
+    `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries. Returns the
+    queries that `q_lens_ptr` gives all rows up to the chunk's end. A batch of up to FEW rows takes fewer lanes, by code
+    of its own unless FEW is 0.
+    """
+    begin = (chunk.to(tl.int64) * CHUNK).to(tl.int32)
+    if FEW == 0:
+        return _sum_rows(
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
+            delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
+            DEBUG, CHUNK, SCAN, False,
+        )  # fmt: skip
+    else:
+        if batch_size <= FEW:
+            queries = _sum_rows(
+                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active,
+                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, 0,
+                DEBUG, FEW, SCAN, True,
+            )  # fmt: skip
+        else:
+            queries = _sum_rows(
+                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active,
+                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
+                DEBUG, CHUNK, SCAN, False,
+            )  # fmt: skip
+        return queries
 
 
 @device_function
@@ -123,16 +150,16 @@ def _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, first_token, num_tokens, 
 
 @device_function
 def sum_batch(
-    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
+    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr, chunk,
-    DEBUG: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
+    DEBUG: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """What of a batch belongs to no single row, for one chunk of rows; the last one pads the slot mapping."""
-    queries, bits = prefix_sums(
-        seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, chunk,
-        CHUNK, SCAN,
+    queries = prefix_sums(
+        seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
+        batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, chunk,
+        DEBUG, FEW, CHUNK, SCAN,
     )  # fmt: skip
     if slot_mapping_ptr is not None:
         if (chunk.to(tl.int64) + 1) * CHUNK >= batch_size:
@@ -143,6 +170,5 @@ def sum_batch(
             capacity = tl.zeros([], tl.int64) + num_tokens
             if slots_ptr is not None:
                 capacity = tl.zeros([], tl.int64) + num_slots
-            bits |= tl.where(queries > capacity, TOO_MANY_TOKENS, 0)
+            report(tl.zeros([1], tl.int32) + tl.where(queries > capacity, TOO_MANY_TOKENS, 0), status_ptr, DEBUG)
             _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, beyond, num_tokens, SCAN)
-    report(bits, status_ptr, DEBUG)

@@ -145,23 +145,16 @@ WARPS = 2
 # Columns a program writes at a time, and as many as are worth a program of their own.
 BLOCK = 512
 LEAST = 128
-# Rows a program of the update takes side by side, and lanes of each: most steps add a column and a token at the most.
-# Where that is not enough, columns or tokens a lane takes at a time. Programs in all where rows are few.
-ROWS = 8
-LANES = 16
-WIDE = 8
-UPDATERS = 128
-UPDATE_WARPS = 4
 # Rows a program takes prefix sums of, and rows ahead of these that it adds up at a time.
 CHUNK = 64
 SCAN = 512
 # Tokens a program finds slots for at a time; of one row, of which most have one token.
 TOKENS = 128
 ROW_TOKENS = 64
-# Some five programs for each of 132 multiprocessors fill the device; more would only cost their own start. Pages of few
+# Some four programs for each of 132 multiprocessors fill the device; more would only cost their own start. Pages of few
 # tokens share their sectors of memory: there eight measured best, and ten where a map is looked up as well, but of one
 # row two, which a short row waits less for.
-PROGRAMS = 640
+PROGRAMS = 520
 FINE_PROGRAMS = 1056
 FINE_MAPPED_PROGRAMS = 1320
 FINE_PARTS = 264
@@ -220,6 +213,6 @@ def programs_a_row(batch_size: int, width: int, block: int | None = None, progra
     return torch.sym_max(1, torch.sym_min(ceil_div(width, block or BLOCK), share))
 
 
-def chunks(batch_size: int) -> int:
+def chunks(batch_size: int, rows: int | None = None) -> int:
     """Programs that share the prefix sums of a batch; one for an empty batch, whose sums still begin with 0."""
-    return torch.sym_max(1, ceil_div(batch_size, CHUNK))
+    return torch.sym_max(1, ceil_div(batch_size, rows or CHUNK))

@@ -25,9 +25,20 @@ from compiled_kv.checks import (
     check_layout,
     check_tuple,
 )
-from compiled_kv.launch import CHUNK, SCAN, WARPS, chunks, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
+from compiled_kv.launch import (
+    CHUNK,
+    SCAN,
+    WARPS,
+    chunks,
+    dependent_launch,
+    kernel,
+    launch,
+    runs_kernel,
+    stride_of,
+    tl,
+)
 from compiled_kv.layout import KVLayout
-from compiled_kv.rows_triton import active_rows, report
+from compiled_kv.rows_triton import active_rows
 from compiled_kv.status import DEBUG
 
 Seqlens = tuple[Tensor, Tensor, Tensor]
@@ -43,12 +54,11 @@ def _seqlens_kernel(
 ):  # fmt: skip
     if PDL:
         dependent_launch()
-    _, bits = prefix_sums(
+    prefix_sums(
         seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, None, 0, 0, active_rows(num_reqs_ptr, batch_size), batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, tl.program_id(0), CHUNK,
-        SCAN,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, None, tl.program_id(0),
+        DEBUG, 0, CHUNK, SCAN,
     )  # fmt: skip
-    report(bits, None, DEBUG)
 
 
 def _launch(

@@ -7,7 +7,7 @@ than others is shared with the helpers (long_rows_triton).
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import rows_of_chunk, sum_batch
+from compiled_kv.batch_triton import sum_batch
 from compiled_kv.columns_triton import (
     clear_row,
     fill_at_once,
@@ -171,7 +171,8 @@ def decode_metadata_kernel(
             )  # fmt: skip
     elif turn < 0:
         if PDL:
-            summed = rows_of_chunk(tl.program_id(0), CHUNK).to(tl.int64)
+            summed = (tl.program_id(0).to(tl.int64) * CHUNK).to(tl.int32) + tl.arange(0, CHUNK)
+            summed = summed.to(tl.int64)
             dependent_launch_knowing(
                 (seq_lens_ptr + summed * seq_stride).to(tl.int64)
                 | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
@@ -181,7 +182,7 @@ def decode_metadata_kernel(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
             batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
             slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-            tl.program_id(0), DEBUG, CHUNK, SCAN,
+            tl.program_id(0), DEBUG, 0, CHUNK, SCAN,
         )  # fmt: skip
     else:
         if PDL:

@@ -12,7 +12,9 @@ from torch.library import triton_op
 
 from compiled_kv.checks import check_distinct_fake
 from compiled_kv.launch import (
+    CHUNK,
     ROW_TOKENS,
+    SCAN,
     SHARED,
     WARPS,
     chunks,
@@ -40,7 +42,7 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
         parts=split.parts, helpers=split.helpers, reciprocal=reciprocal_of(batch_size), CLEAR=clear,
         UNIT_STRIDE=has_unit_stride, BLOCK=split.block, LONG=split.long, SHARED=SHARED, TOKENS=ROW_TOKENS,
-        num_warps=WARPS,
+        CHUNK=CHUNK, SCAN=SCAN, num_warps=WARPS,
     )  # fmt: skip
 
 

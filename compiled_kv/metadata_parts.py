@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_kv.launch import CHUNK, SCAN, size_of, stride_of
+from compiled_kv.launch import size_of, stride_of
 from compiled_kv.status import DEBUG
 
 
@@ -72,5 +72,5 @@ def kernel_arguments(out: DecodeMetadata, given: Inputs, settings: Settings, num
         "batch_size": lengths.shape[0], "width": out.page_table.shape[1], "num_tokens": num_tokens,
         "delta": settings.delta, "q_len": settings.q_len, "cap": settings.cap, "pad_seqlen": settings.pad_seqlen,
         "window": settings.window or 0, "PAGE_SIZE": settings.page_size, "PAGE_MAP": given.page_map is not None,
-        "WINDOWED": settings.window is not None, "DEBUG": DEBUG, "PDL": False, "CHUNK": CHUNK, "SCAN": SCAN,
+        "WINDOWED": settings.window is not None, "DEBUG": DEBUG, "PDL": False,
     }  # fmt: skip

@@ -44,11 +44,11 @@ def _launch(
     scratch = num_splits.new_empty((scratch_size(metadata.shape[0]),))
     launch(
         flashmla_schedule_kernel, (1,), kv_lens_ptr=cache_seqlens, num_reqs_ptr=num_reqs,
-        tile_scheduler_metadata_ptr=metadata, num_splits_ptr=num_splits, scratch_ptr=scratch,
-        len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0], overhead=overhead,
-        most=_most_blocks(batch_size, overhead), BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
-        LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PDL=False,
-        PARTS=PARTS, num_warps=WARPS,
+        len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0],
+        reciprocal=cpu.INT32_MAX // metadata.shape[0], overhead=overhead,
+        most=_most_blocks(batch_size, overhead), scratch_ptr=scratch, num_splits_ptr=num_splits,
+        tile_scheduler_metadata_ptr=metadata, BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
+        LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PDL=False, PARTS=PARTS, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ that none can meet a record that another has already renewed.
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import rows_of_chunk, sum_batch
+from compiled_kv.batch_triton import sum_batch
 from compiled_kv.changes_triton import (
     change_further,
     change_turn,
@@ -42,8 +42,8 @@ def update_metadata_kernel(
     slot_mapping_ptr, swa_slot_mapping_ptr, swa_page_table_ptr, swa_row_stride, map_stride, map_size,
     q_lens_ptr, slots_ptr, status_ptr, q_stride, slots_stride, num_slots, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN: tl.constexpr,
+    PDL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     parts = tl.zeros([], tl.int64) + parts
     groups = (batch_size + ROWS - 1) // ROWS
@@ -121,7 +121,10 @@ def update_metadata_kernel(
             page_slots, offset, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, start, first, live,
             old_first, old_live, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, 1,
         )  # fmt: skip
-        renew_record(record_ptr, owner, generation, settled, live, first, in_batch & (place == 0))
+        # In most steps no record changes, and nothing is stored.
+        is_renewed = (is_kept == 0) | (settled != old_settled) | (live != old_live) | (first != old_first)
+        is_renewed &= in_batch & (place == 0)
+        renew_record(record_ptr, owner, generation, settled, live, first, is_renewed)
         if slot_mapping_ptr is not None:
             write_turn(
                 slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
@@ -134,15 +137,15 @@ def update_metadata_kernel(
                 map_size, start, first, live, old_first, old_live, place, part, parts, status_ptr,
                 PAGE_SIZE, PAGE_MAP, DEBUG, LANES, WIDE,
             )  # fmt: skip
-            if slot_mapping_ptr is not None:
+            if slot_mapping_ptr is not None:  # more than two tokens a lane would spill
                 write_further(
                     further, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
                     slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, place, from_last,
-                    parts, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, WIDE,
+                    parts, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, 2,
                 )  # fmt: skip
     else:
         if PDL:
-            summed = rows_of_chunk(tl.program_id(0), CHUNK).to(tl.int64)
+            summed = tl.arange(0, FEW).to(tl.int64)
             dependent_launch_knowing(
                 (seq_lens_ptr + summed * seq_stride).to(tl.int64)
                 | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
@@ -152,5 +155,5 @@ def update_metadata_kernel(
             active_rows(num_reqs_ptr, batch_size), batch_size, delta, q_len, cap, pad_seqlen,
             cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
             slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-            tl.program_id(0), DEBUG, CHUNK, SCAN,
+            tl.program_id(0), DEBUG, FEW, CHUNK, SCAN,
         )  # fmt: skip

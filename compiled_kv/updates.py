@@ -30,19 +30,7 @@ from compiled_kv.checks import (
     check_distinct_fake,
     check_width,
 )
-from compiled_kv.launch import (
-    LANES,
-    ROWS,
-    UPDATE_WARPS,
-    UPDATERS,
-    WIDE,
-    chunks,
-    is_reciprocal_exact,
-    launch,
-    programs_a_row,
-    reciprocal_of,
-    runs_kernel,
-)
+from compiled_kv.launch import chunks, is_reciprocal_exact, launch, programs_a_row, reciprocal_of, runs_kernel
 from compiled_kv.layout import KVLayout, ceil_div
 from compiled_kv.metadata import check_step
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
@@ -51,6 +39,19 @@ from compiled_kv.updates_cpu import cpu_body
 
 # Pool row or -1, generation, columns of the tokens ahead of a step's own, live columns, first column of the window.
 RECORD = 5
+# Rows a program takes side by side, and lanes of each: most steps add a column and a token at the most. Where that is
+# not enough, columns or tokens a lane takes at a time. Programs in all where rows are few: more would rebuild long rows
+# faster, and make each step wait for them.
+ROWS = 8
+LANES = 16
+WIDE = 8
+UPDATERS = 32
+WARPS = 4
+# Rows a program takes prefix sums of, as in `launch`: so many that none are ahead in most batches; and lanes where the
+# whole batch has no more rows than these.
+UPDATE_CHUNK = 512
+UPDATE_SCAN = 128
+FEW = 64
 
 
 def new_held(layout: KVLayout, capacity: int, device: torch.device | str) -> Tensor:
@@ -71,10 +72,10 @@ def _launch(
     batch_size, parts = given.seq_lens.shape[0], held.shape[1]
     groups = ceil_div(batch_size, ROWS)
     launch(
-        update_metadata_kernel, (chunks(batch_size) + groups * parts,),
+        update_metadata_kernel, (chunks(batch_size, UPDATE_CHUNK) + groups * parts,),
         **kernel_arguments(out, given, settings, num_tokens), held_ptr=held, generations_ptr=generations,
-        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(groups),
-        ROWS=ROWS, LANES=LANES, WIDE=WIDE, num_warps=UPDATE_WARPS,
+        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(groups), ROWS=ROWS, LANES=LANES,
+        WIDE=WIDE, FEW=FEW, CHUNK=UPDATE_CHUNK, SCAN=UPDATE_SCAN, num_warps=WARPS,
     )  # fmt: skip
 
 

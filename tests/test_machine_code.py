@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from compiled_kv import codegen, launch, schedule_kernel
+from compiled_kv import codegen, launch, schedule_kernel, updates
 from compiled_kv.launch import kernel as compiled
 from compiled_kv.launch import tl
 from compiled_kv.staging import HALF
@@ -76,9 +76,10 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "TOKENS": (launch.TOKENS,),
     "LONG": (launch.LONG,),
     "SHARED": (launch.SHARED,),
-    "ROWS": (launch.ROWS,),
-    "LANES": (launch.LANES,),
-    "WIDE": (launch.WIDE,),
+    "ROWS": (updates.ROWS,),
+    "LANES": (updates.LANES,),
+    "WIDE": (updates.WIDE,),
+    "FEW": (updates.FEW,),
     "CHUNK": (launch.CHUNK,),
     "SCAN": (launch.SCAN,),
     "BLOCK_SIZE": (64, 1, 48),
@@ -101,9 +102,10 @@ OPTIONAL = [
 FROM_TOKEN_POOL = {"_page_table_kernel", "_swa_page_table_kernel", "decode_metadata_kernel"}
 # What a launch passes besides the common values.
 OF_ROWS = {"TOKENS": launch.ROW_TOKENS}
-PASSED = {"decode_metadata_kernel": OF_ROWS}
+OF_UPDATES = {"CHUNK": updates.UPDATE_CHUNK, "SCAN": updates.UPDATE_SCAN}
+PASSED = {"decode_metadata_kernel": OF_ROWS, "update_metadata_kernel": OF_UPDATES}
 WARPS = dict.fromkeys([*FROM_TOKEN_POOL, "_seqlens_kernel"], launch.WARPS)
-WARPS["update_metadata_kernel"] = launch.UPDATE_WARPS
+WARPS["update_metadata_kernel"] = updates.WARPS
 WARPS["flashmla_schedule_kernel"] = schedule_kernel.WARPS
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
 READ_BY = {"_swa_page_table_kernel": {"cache_seqlens_ptr"}}
