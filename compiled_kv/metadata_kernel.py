@@ -176,6 +176,7 @@ def decode_metadata_kernel(
             dependent_launch_knowing(
                 (seq_lens_ptr + summed * seq_stride).to(tl.int64)
                 | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
+                | cu_k_ptr.to(tl.int64)  # those of an empty batch are 0
             )
         active = active_rows(num_reqs_ptr, batch_size)
         sum_batch(

@@ -149,6 +149,7 @@ def update_metadata_kernel(
             dependent_launch_knowing(
                 (seq_lens_ptr + summed * seq_stride).to(tl.int64)
                 | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
+                | cu_k_ptr.to(tl.int64)  # those of an empty batch are 0
             )
         sum_batch(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows,
