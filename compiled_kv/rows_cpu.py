@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_kv.status import DEBUG, Status
 
 INT32_MAX = 2**31 - 1
-MAX_QUERIES = 2**31
+MAX_QUERIES = 2**32
 
 
 def iota(n: int, like: Tensor) -> Tensor:

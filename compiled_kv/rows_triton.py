@@ -10,7 +10,7 @@ from compiled_kv.launch import FRACTION, constexpr, device_function, tl
 from compiled_kv.status import Status
 
 INT32_MAX = constexpr(2**31 - 1)
-MAX_QUERIES = constexpr(2**31)  # of one row: past what a prefix sum holds, and summed without wrapping
+MAX_QUERIES = constexpr(2**32)  # of one row: past any length and its tokens, and summed without wrapping
 TOO_LONG = constexpr(int(Status.TOO_LONG))
 NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))
 BAD_ROW = constexpr(int(Status.BAD_ROW))

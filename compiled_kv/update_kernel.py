@@ -93,9 +93,10 @@ def update_metadata_kernel(
         slot, swa_slot, swa_row_ptr = None, None, None
         most = tl.maximum(live - start, old_live - live)
         if slot_mapping_ptr is not None:
-            first_token = wide_row * q_len
+            first_token, first_position = wide_row * q_len, length.to(tl.int64) - q_len
             if q_lens_ptr is not None:
                 given = clamped_queries(given)
+                first_position = length - given
                 first_token = tl.cumsum(tl.where(place == 0, given, 0), 0) - given
                 for begin in range(0, first_row, SCAN):
                     other = begin + tl.arange(0, SCAN)
@@ -105,7 +106,7 @@ def update_metadata_kernel(
             room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
             query = (from_last * LANES).to(tl.int32) + place
             slot = slots_of_tokens(
-                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, length - queries, query,
+                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, first_position, query,
                 query < count,
             )  # fmt: skip
             most = tl.maximum(most, count)
@@ -128,7 +129,7 @@ def update_metadata_kernel(
         if slot_mapping_ptr is not None:
             write_turn(
                 slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, length - queries, query, query < count,
+                slot_mapping_ptr, swa_slot_mapping_ptr, first_token, first_position, query, query < count,
                 status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG,
             )  # fmt: skip
         if further > parts * LANES:
@@ -140,7 +141,7 @@ def update_metadata_kernel(
             if slot_mapping_ptr is not None:  # more than two tokens a lane would spill
                 write_further(
                     further, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,
-                    slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, length - queries, place, from_last,
+                    slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, place, from_last,
                     parts, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, 2,
                 )  # fmt: skip
     else:

@@ -315,7 +315,10 @@ def test_opcheck(mode: str, device: str) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreted one")
 @pytest.mark.parametrize(
     "chosen",
-    [["tests/test_updates.py"], ["tests/test_replay.py", "-k", "every_byte and verify and page-map and 16"]],
+    [
+        ["tests/test_updates.py", "tests/test_update_turns.py"],
+        ["tests/test_replay.py", "-k", "every_byte and verify and page-map and 16"],
+    ],
     ids=["updates", "replay"],
 )
 def test_the_same_interpreted(chosen: list[str]) -> None:

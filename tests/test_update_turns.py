@@ -1,0 +1,70 @@
+"""An update of more than one turn: more columns or tokens of a row than its lanes take at once; several programs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_kv import DecodeMetadata, KVLayout, decode_metadata, new_held, update_metadata
+from tests.conftest import INTERPRETED
+from tests.test_updates import Call, Rig, follow, sequence_of
+
+EXAMPLES = 25
+# 11 rows have six groups of their own; of 24 programs each row then has three.
+SMALL_TURNS = {"ROWS": 2, "LANES": 1, "WIDE": 2, "FEW": 2, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 2}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their sizes")
+@pytest.mark.parametrize("updaters", [24, 1], ids=["parts", "one-part"])
+def test_any_sequence_in_small_turns_equals_the_oracle(updaters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("compiled_kv."):
+            for size, small in {**SMALL_TURNS, "UPDATERS": updaters}.items():
+                if isinstance(getattr(module, size, None), int):
+                    monkeypatch.setattr(module, size, small)
+
+    @settings(max_examples=EXAMPLES)
+    @given(st.binary(min_size=420, max_size=420).map(sequence_of))
+    def equals_the_oracle(calls: list[Call]) -> None:
+        follow(calls, "cpu")
+
+    equals_the_oracle()
+
+
+def test_a_window_may_pass_more_columns_than_are_new() -> None:
+    layout = KVLayout(page_size=4, max_context_len=140, window=67)
+    rig, pool = Rig(layout, "cpu", 1, mapped=True), torch.arange(4, 144)[None]
+    for length in (69, 134):  # 17 columns are passed, 16 are new
+        rig.step({
+            "req_to_token": pool, "req_pool_indices": torch.tensor([0]), "seq_lens": torch.tensor([length]),
+            "generations": torch.tensor([0]), "layout": layout, "q_len": 0, "full_to_swa": torch.arange(200),
+        })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "queries", "slots"),
+    [
+        (2**31 - 1, 2**31, [-1, 5, 5, 5]),
+        (2**31 - 2, 2**31, [-1, -1, 5, 5]),
+        (2**31 - 1, 2**62, [-1, -1, -1, -1]),
+        (2**31 - 3, 2**31 - 1, [-1, -1, 5, 5]),
+    ],
+)
+def test_queries_beyond_32_bits_lie_where_they_should(length: int, queries: int, slots: list[int]) -> None:
+    """The last token is at position length - 1, so the first of the queries is ahead of the row's beginning."""
+    layout = KVLayout(page_size=2**30, max_context_len=2**31 - 1)
+    pool = torch.full((1, 1), 5).expand(2, 2**31 - 1)
+    given = (pool, torch.tensor([0]), torch.tensor([length]))
+    call = {"layout": layout, "q_len": torch.tensor([queries]), "num_tokens": 4}
+    new = {"cache_seqlens": (1,), "cu_seqlens_q": (2,), "cu_seqlens_k": (2,), "page_table": (1, layout.max_num_pages)}
+    out = DecodeMetadata(
+        **{name: torch.zeros(shape, dtype=torch.int32) for name, shape in new.items()},
+        slot_mapping=torch.zeros(4).long(),
+    )
+    held = new_held(layout, 1, "cpu")
+    assert update_metadata(*given, torch.tensor([0]), held=held, out=out, **call).slot_mapping.tolist() == slots
+    assert decode_metadata(*given, **call).slot_mapping.tolist() == slots
