@@ -1,7 +1,7 @@
 """The kernel behind `update_metadata`: `decode_metadata`'s, but of a page table it writes what changed alone.
 
 Grid (chunks + groups * parts): the first programs take lengths and prefix sums, as there; each of the others takes a
-group of ROWS rows side by side, LANES lanes of each, for in most steps hardly anything of a row changes. What a row's
+group of GROUP rows side by side, LANES lanes of each, for in most steps hardly anything of a row changes. What a row's
 tables hold is on record once for each of its programs, in `held`: a program reads and writes its own record only, so
 that none can meet a record that another has already renewed.
 """
@@ -42,15 +42,15 @@ def update_metadata_kernel(
     slot_mapping_ptr, swa_slot_mapping_ptr, swa_page_table_ptr, swa_row_stride, map_stride, map_size,
     q_lens_ptr, slots_ptr, status_ptr, q_stride, slots_stride, num_slots, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
     CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     parts = tl.zeros([], tl.int64) + parts
-    groups = (batch_size + ROWS - 1) // ROWS
+    groups = (batch_size + GROUP - 1) // GROUP
     turn, group, part = place_of(tl.program_id(0), batch_size, groups, parts, reciprocal, CHUNK)
     if turn >= 0:
-        lane = tl.arange(0, ROWS * LANES)
-        first_row = (group.to(tl.int64) * ROWS).to(tl.int32)
+        lane = tl.arange(0, GROUP * LANES)
+        first_row = (group.to(tl.int64) * GROUP).to(tl.int32)
         place, row = lane % LANES, first_row + lane // LANES
         in_batch, wide_row = row < batch_size, row.to(tl.int64)
         index_ptr, seq_ptr = req_pool_indices_ptr + wide_row * index_stride, seq_lens_ptr + wide_row * seq_stride

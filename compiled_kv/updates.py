@@ -42,7 +42,7 @@ RECORD = 5
 # Rows a program takes side by side, and lanes of each: most steps add a column and a token at the most. Where that is
 # not enough, columns or tokens a lane takes at a time. Programs in all where rows are few: more would rebuild long rows
 # faster, and make each step wait for them.
-ROWS = 8
+GROUP = 8
 LANES = 16
 WIDE = 8
 UPDATERS = 32
@@ -56,7 +56,7 @@ FEW = 64
 
 def new_held(layout: KVLayout, capacity: int, device: torch.device | str) -> Tensor:
     """What `capacity` rows of zeroed tables hold, for `update_metadata`: nobody's pages. int64 [capacity, parts, 5]."""
-    parts = programs_a_row(ceil_div(capacity, ROWS), layout.max_num_pages, LANES * WIDE, UPDATERS)
+    parts = programs_a_row(ceil_div(capacity, GROUP), layout.max_num_pages, LANES * WIDE, UPDATERS)
     return clear_held(torch.zeros(capacity, parts, RECORD, dtype=torch.int64, device=device))
 
 
@@ -70,12 +70,12 @@ def _launch(
     out: DecodeMetadata, held: Tensor, generations: Tensor, given: Inputs, settings: Settings, num_tokens: int
 ) -> None:
     batch_size, parts = given.seq_lens.shape[0], held.shape[1]
-    groups = ceil_div(batch_size, ROWS)
+    groups = ceil_div(batch_size, GROUP)
     launch(
         update_metadata_kernel, (chunks(batch_size, UPDATE_CHUNK) + groups * parts,),
         **kernel_arguments(out, given, settings, num_tokens), held_ptr=held, generations_ptr=generations,
-        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(groups), ROWS=ROWS, LANES=LANES,
-        WIDE=WIDE, FEW=FEW, CHUNK=UPDATE_CHUNK, SCAN=UPDATE_SCAN, num_warps=WARPS,
+        generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(groups), GROUP=GROUP,
+        LANES=LANES, WIDE=WIDE, FEW=FEW, CHUNK=UPDATE_CHUNK, SCAN=UPDATE_SCAN, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _check_room(
     sizes.check_output("held", held, INT64, "M", "parts", str(RECORD))
     if held.shape[2] != RECORD or held.shape[1] < 1 or not held.is_contiguous():
         raise ValueError(f"held must be contiguous [M, parts, {RECORD}] with parts >= 1, got {list(held.shape)}")
-    if not is_reciprocal_exact(ceil_div(held.shape[0], ROWS), held.shape[1]):
+    if not is_reciprocal_exact(ceil_div(held.shape[0], GROUP), held.shape[1]):
         raise ValueError(f"held must be made by new_held, which makes fewer parts, got {list(held.shape)}")
     batch_size = sizes.named["B"]
     rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}

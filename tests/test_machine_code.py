@@ -76,7 +76,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "TOKENS": (launch.TOKENS,),
     "LONG": (launch.LONG,),
     "SHARED": (launch.SHARED,),
-    "ROWS": (updates.ROWS,),
+    "GROUP": (updates.GROUP,),
     "LANES": (updates.LANES,),
     "WIDE": (updates.WIDE,),
     "FEW": (updates.FEW,),

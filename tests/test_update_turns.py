@@ -15,7 +15,7 @@ from tests.test_updates import Call, Rig, follow, sequence_of
 
 EXAMPLES = 25
 # 11 rows have six groups of their own; of 24 programs each row then has three.
-SMALL_TURNS = {"ROWS": 2, "LANES": 1, "WIDE": 2, "FEW": 2, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 2}
+SMALL_TURNS = {"GROUP": 2, "LANES": 1, "WIDE": 2, "FEW": 2, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 2}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their sizes")
