@@ -58,8 +58,8 @@ def _finish_row(
 # A program of a short row lives for a microsecond, and waits longer for its arguments and its own instructions than for
 # data: on an H200 a profiler counted four to seven times as many stalls for these as for loads. So the arguments that
 # the usual program needs stand first, those ahead of its first load in one line of constant memory; the usual branch is
-# the first, and its code in one piece; and a program finds its place before `dependent_launch`, while the kernel ahead
-# still runs.
+# the first, and its code in one piece; and a program finds its place, and where its first loads lie, while the kernel
+# ahead still runs.
 @kernel
 def decode_metadata_kernel(
     batch_size, parts, reciprocal, helpers, index_stride, seq_stride, req_pool_indices_ptr, seq_lens_ptr, num_reqs_ptr,
