@@ -28,7 +28,7 @@ class DecodeBatch(NamedTuple):
     seq_lens: Ints
     """[n] committed tokens, as `decode_metadata` counts them; a query ahead of the first token has slot -1."""
     generations: Ints
-    """[n] a number that changes whenever the pages of the row's committed tokens do."""
+    """[n] a number that the pool row never had before, whenever the pages of its committed tokens change."""
     q_lens: Ints | None = None
     """[n] queries of each request; with `ragged` buffers alone."""
     slots: Ints | None = None
@@ -84,7 +84,8 @@ def refuse_batch(batch: Any) -> None:
     for name, values in batch._asdict().items():
         if values is None and name in ("rows", "seq_lens", "generations"):
             raise TypeError(f"batch.{name} must have one entry for each row, got None")
-        if values is not None and not (hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0):
+        ordered = hasattr(values, "__getitem__") and not isinstance(values, dict)
+        if values is not None and not (ordered and hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0):
             kind = type(values).__name__
             raise TypeError(f"batch.{name} must be a list, a tuple, or an array or tensor with a dimension, got {kind}")
 

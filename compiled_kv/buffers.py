@@ -32,6 +32,11 @@ from compiled_kv.windows import check_map
 
 RingKind = TypeVar("RingKind", bound=Ring)
 REMEMBERED = (list, tuple)
+UNORDERED: tuple[Any, ...] = (set, frozenset, dict)
+# What outputs were sized and captured steps made for.
+SETTINGS = frozenset(
+    ("layout", "max_batch_size", "q_len", "ragged", "seq_len_delta", "given_slots", "pad_seqlen", "max_num_tokens")
+)
 
 
 class DecodeBuffers(nn.Module):
@@ -67,12 +72,14 @@ class DecodeBuffers(nn.Module):
         page_map: Tensor | None = None, pad_seqlen: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layout must be a KVLayout, got {type(layout).__name__}")
         sizes = Sizes()
         sizes.check("req_to_token", req_to_token, INTS, "R", "C")
         check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
         check_int("max_batch_size", max_batch_size, 1)
         check_int("q_len", q_len, 1)
-        check_int("seq_len_delta", seq_len_delta, 0)
+        check_int("seq_len_delta", seq_len_delta, 0, layout.max_seqlen_k)
         check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
         if full_to_swa is not None or page_map is not None:
             check_map(sizes, full_to_swa, page_map)
@@ -87,6 +94,11 @@ class DecodeBuffers(nn.Module):
         self._plain, self._heads = not (ragged or given_slots), self._places["token_ids"]
         self._make(req_to_token.device, full_to_swa is not None or page_map is not None)
         self._bind()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS and name in self.__dict__:
+            raise AttributeError(f"{name} stays as these buffers were made, {getattr(self, name)}: make others")
+        super().__setattr__(name, value)
 
     def _pack(self) -> dict[str, tuple[int, int]]:
         """Begin and end of each input in `inputs`; token ids come last, for a batch may leave them alone."""
@@ -243,7 +255,11 @@ class DecodeBuffers(nn.Module):
         if ring is None or ring.target() is not self._buffers["inputs"]:
             ring = self._bind()
         self.check_stream()
-        rows, seq_lens, generations, q_lens, slots, token_ids = batch
+        try:
+            rows, seq_lens, generations, q_lens, slots, token_ids = batch
+        except (TypeError, ValueError):
+            refuse_batch(batch)
+            raise
         # Rows and generations of most steps are those of the step before, which were looked at.
         if (
             q_lens is slots is None
@@ -276,6 +292,7 @@ class DecodeBuffers(nn.Module):
             # A glance at a plain batch. Negative rows and lengths are left to the packing, which refuses them.
             if (
                 self._plain
+                and kind not in UNORDERED
                 and q_lens is slots is None
                 and type(seq_lens) is type(generations) is kind
                 and len(seq_lens) == len(generations) == len(rows) <= self.max_batch_size

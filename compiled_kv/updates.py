@@ -113,7 +113,8 @@ def update_metadata(
     Args:
         req_to_token, req_pool_indices, seq_lens, layout, seq_len_delta, q_len, slots, num_tokens, full_to_swa,
             page_map, num_reqs, pad_seqlen: as in `decode_metadata`.
-        generations: int [B], changes whenever the pages of a pool row's committed tokens do.
+        generations: int [B], a number that the pool row never had before whenever the pages of its committed tokens
+            change: rows beyond this batch keep old ones on record.
         held: int64 [M, parts, 5], M >= B, made by `new_held` and kept with `out`; updated in place.
         out: DecodeMetadata with room for M rows; its first B (and T tokens) are written. Tables start zeroed, and only
             this function writes to them.

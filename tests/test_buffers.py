@@ -229,6 +229,37 @@ def test_bad_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
         DecodeBuffers(LAYOUT, **given)
 
 
+def test_settings_stay_as_the_buffers_were_made() -> None:
+    buffers = DecodeBuffers(LAYOUT, POOL, max_batch_size=2)
+    for name, value in {"seq_len_delta": 1, "layout": KVLayout(8, 16), "max_batch_size": 8, "pad_seqlen": 1}.items():
+        before = getattr(buffers, name)
+        with pytest.raises(AttributeError, match=f"^{name} stays as these buffers were made, "):
+            setattr(buffers, name, value)
+        assert getattr(buffers, name) == before
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        (([3], [6], [0]), TypeError, "batch must be a DecodeBatch, got tuple"),
+        (None, TypeError, "batch must be a DecodeBatch, got NoneType"),
+        (DecodeBatch({3, 1}, [6, 3], [0, 0]), TypeError, "batch.rows must be a list, a tuple, or an array"),  # type: ignore[arg-type]
+        (DecodeBatch({3, 1}, {6, 3}, {0, 4}), TypeError, "batch.rows must be a list, a tuple, or an array"),  # type: ignore[arg-type]
+        (DecodeBatch({3: 1}, [6], [0]), TypeError, "batch.rows must be a list, a tuple, or an array"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_has_no_order_is_no_batch(batch: Any, error: type[Exception], message: str) -> None:
+    buffers = DecodeBuffers(LAYOUT, POOL, max_batch_size=2)
+    with pytest.raises(error, match=message):
+        buffers.load(batch)
+    assert buffers.inputs.tolist() == [0] * len(buffers.inputs)
+
+
+def test_a_layout_is_one() -> None:
+    with pytest.raises(TypeError, match=r"^layout must be a KVLayout, got tuple$"):
+        DecodeBuffers((4, 16), POOL, max_batch_size=2)  # type: ignore[arg-type]
+
+
 def test_buffers_stay_out_of_the_state() -> None:
     model = nn.Sequential(nn.Linear(2, 2), make("verify"))
     assert list(model.state_dict()) == ["0.weight", "0.bias"]

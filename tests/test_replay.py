@@ -272,6 +272,16 @@ def test_what_is_no_step_and_no_batch_is_refused_by_name() -> None:
             graphs()(batch)  # type: ignore[arg-type]
 
 
+def test_a_scenario_without_a_request_proves_nothing() -> None:
+    with pytest.raises(ValueError, match=r"^scenario must have a request, got 25 steps without one: walk, seed 1$"):
+        check_replay(scenario=walk(serving(), 25, seed=1), backend=None)
+
+
+def test_buckets_come_in_a_list() -> None:
+    with pytest.raises(TypeError, match=r"^batch_sizes must be a list of ints, got int$"):
+        graphs(sizes=4)
+
+
 @pytest.mark.parametrize("given", [[1], [], "story"])
 def test_what_is_no_scenario_is_refused_by_name(given: Any) -> None:
     with pytest.raises(TypeError, match=f"^scenario must be a Scenario, got {type(given).__name__}$"):
@@ -576,6 +586,7 @@ def reads(buffers, batch_size):
         ),
         (["steps:reads", "--mode", "decode"], 1, "host read before the first step: the step calls Tensor.item at"),
         (["--events", "short.txt", "--mode", "decode"], 0, "decode: short.txt: 1 steps, 1 requests"),
+        (["--scenario", "walk", "--steps", "25", "--seed", "1"], 2, "decode: scenario must have a request, got 25"),
         (["--events", "steps.py"], 2, "steps.py: line 2 must be one of join, finish"),
         (["--events", "none.txt"], 2, "none.txt: No such file"),
         (["--trace", "none.csv"], 2, "none.csv: No such file"),

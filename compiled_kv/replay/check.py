@@ -63,6 +63,10 @@ class ReplayFault(AssertionError):
         super().__init__(f"{self.fault} {where}: {self.sentence}{shown}")
 
 
+class EmptyScenario(ValueError):
+    """No step had a request, so nothing of the decode step was looked at."""
+
+
 @dataclass(frozen=True)
 class ReplayReport:
     """What was played and compared without a difference."""
@@ -106,7 +110,7 @@ def check_replay(
 
     Raises:
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
-        ValueError: a number is out of bounds, or a step has more requests than the largest bucket.
+        ValueError: a number is out of bounds, a step has more requests than the largest bucket, or no step has any.
         TypeError: `decode_step` cannot be called, or `scenario` is none.
     """
     check_callable(decode_step)
@@ -123,7 +127,10 @@ def check_replay(
         step, eager, torch.device(device), batch_sizes, tuple(args), dict(kwargs or {}), buffers, graphs, outputs_every
     )
     try:
-        return player.play(scenario)
+        report = player.play(scenario)
+        if report.requests == 0 and steps != 0:
+            raise EmptyScenario(f"scenario must have a request, got {report.steps} steps without one: {scenario.name}")
+        return report
     except ReplayFault as fault:
         if not attempts or fault.step == 0:
             raise

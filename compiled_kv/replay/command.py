@@ -10,7 +10,7 @@ import click
 import torch
 
 from compiled_kv.auditor.entry import EntryError, load
-from compiled_kv.replay.check import ReplayFault, Step, check_replay, metadata_step
+from compiled_kv.replay.check import EmptyScenario, ReplayFault, Step, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
 from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
@@ -69,6 +69,8 @@ def command(
                     report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")
             except ReplayFault as fault:
                 raise click.ClickException(f"{each}: {fault}") from None
+            except EmptyScenario as error:
+                raise Refused(f"{each}: {error}") from None
             except Exception as error:
                 if step is None:
                     raise

@@ -5,14 +5,14 @@
 
 `decode_step(buffers, batch_size, *args)` calls `buffers.metadata(batch_size)` and whatever follows from it. Live rows
 are counted on the device; what the step returns belongs to the graph and holds until its next replay. On the CPU the
-same class runs the compiled step, and holds its caller to the same rules.
+same class runs the compiled step, and holds its caller to the same rules; only outputs are not overwritten there.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,8 @@ class DecodeGraphs:
         for index, page in enumerate(null_pages):
             if not isinstance(page, Tensor):
                 raise TypeError(f"null_pages[{index}] must be a tensor, got {type(page).__name__}")
+        if not isinstance(batch_sizes, Iterable):
+            raise TypeError(f"batch_sizes must be a list of ints, got {type(batch_sizes).__name__}")
         self.batch_sizes = sorted(set(batch_sizes))
         for index, size in enumerate(self.batch_sizes):
             check_int(f"batch_sizes[{index}]", size, 1, buffers.max_batch_size)
@@ -109,7 +111,7 @@ class DecodeGraphs:
         return self._run(self.buffers.load(batch) if self._mailbox is None else self._send(batch, self._mailbox))
 
     def replay(self, size: int, *args: Any, **kwargs: Any) -> Any:
-        """The same for `size` requests that are in the buffers already."""
+        """The same for the first `size` requests that are in the buffers already; what else was loaded is left out."""
         check_int("size", size, 0, self.batch_sizes[-1])
         self.buffers.check_stream()
         self._places.check()
