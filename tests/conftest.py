@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -69,3 +70,12 @@ def fresh_state() -> None:
     random.seed(0)
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+def take_small_sizes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    """Give the package's sizes of these names other values, in every module that has one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("compiled_kv."):
+            for size, small in sizes.items():
+                if isinstance(getattr(module, size, None), int):
+                    monkeypatch.setattr(module, size, small)

@@ -14,7 +14,7 @@ import compiled_kv as ckv
 from compiled_kv.launch import constexpr
 from tests import strategies
 from tests.cases import ALL_CASES, CASES, DEVICES, FORMS, LAYOUT, SMALL_CASES
-from tests.conftest import EXAMPLES, INTERPRETED
+from tests.conftest import EXAMPLES, INTERPRETED, take_small_sizes
 from tests.harness import OPERATORS, Batch, Form, check
 
 COMPILED_EXAMPLES = 2000
@@ -39,13 +39,10 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Interpreted kernels take four columns, rows or tokens a turn, by several programs a row: each loop goes round."""
     if not INTERPRETED or "full_blocks" in request.node.name:
         return
+    take_small_sizes(monkeypatch, SMALL_SIZES)
     for name, module in list(sys.modules.items()):
-        if name.startswith("compiled_kv."):
-            for size, small in SMALL_SIZES.items():
-                if isinstance(getattr(module, size, None), int):
-                    monkeypatch.setattr(module, size, small)
-            if isinstance(getattr(module, "SHORT", None), constexpr):
-                monkeypatch.setattr(module, "SHORT", constexpr(1))
+        if name.startswith("compiled_kv.") and isinstance(getattr(module, "SHORT", None), constexpr):
+            monkeypatch.setattr(module, "SHORT", constexpr(1))
 
 
 def forms_of(operator: str) -> list[Form]:

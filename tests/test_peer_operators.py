@@ -20,7 +20,7 @@ from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.draft_steps import advance_draft
 from compiled_kv.group_slots import group_slot_mappings
 from tests.cases import DEVICES
-from tests.conftest import INTERPRETED
+from tests.conftest import INTERPRETED, take_small_sizes
 from tests.peer_calls import CALLS, Draw, check_call
 from tests.test_opcheck import Recorder
 
@@ -35,11 +35,8 @@ operators = pytest.mark.parametrize("operator", CALLS)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take four columns, rows or tokens at a time: every loop goes round."""
     if INTERPRETED:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("compiled_kv."):
-                for size in ("BLOCK", "CHUNK", "SCAN", "TOKENS", "ROW_TOKENS", "PROGRAMS"):
-                    if isinstance(getattr(module, size, None), int):
-                        monkeypatch.setattr(module, size, 4)
+        names = ("BLOCK", "CHUNK", "SCAN", "TOKENS", "ROW_TOKENS", "PROGRAMS")
+        take_small_sizes(monkeypatch, dict.fromkeys(names, 4))
 
 
 @devices

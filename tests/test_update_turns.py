@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_kv import DecodeMetadata, KVLayout, decode_metadata, new_held, update_metadata
-from tests.conftest import INTERPRETED
+from tests.conftest import INTERPRETED, take_small_sizes
 from tests.test_updates import Call, Rig, follow, sequence_of
 
 EXAMPLES = 25
@@ -21,11 +19,7 @@ SMALL_TURNS = {"GROUP": 2, "LANES": 1, "WIDE": 2, "FEW": 2, "UPDATE_CHUNK": 4, "
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their sizes")
 @pytest.mark.parametrize("updaters", [24, 1], ids=["parts", "one-part"])
 def test_any_sequence_in_small_turns_equals_the_oracle(updaters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("compiled_kv."):
-            for size, small in {**SMALL_TURNS, "UPDATERS": updaters}.items():
-                if isinstance(getattr(module, size, None), int):
-                    monkeypatch.setattr(module, size, small)
+    take_small_sizes(monkeypatch, {**SMALL_TURNS, "UPDATERS": updaters})
 
     @settings(max_examples=EXAMPLES)
     @given(st.binary(min_size=420, max_size=420).map(sequence_of))
