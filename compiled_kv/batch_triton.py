@@ -6,7 +6,7 @@ with all of their loads in flight at once: no program waits for another.
 
 from __future__ import annotations
 
-from compiled_kv.launch import constexpr, device_function, tl
+from compiled_kv.launch import constexpr, dependent_launch_knowing, device_function, tl
 from compiled_kv.rows_triton import (
     BAD_ROW,
     INT32_MAX,
@@ -139,6 +139,17 @@ def prefix_sums(
 
 
 @device_function
+def launch_sums(seq_lens_ptr, seq_stride, indices_ptr, index_stride, cu_k_ptr, row):
+    """`dependent_launch_knowing` where the lengths and pool rows of `row` lie, which `sum_batch` loads first."""
+    row = row.to(tl.int64)
+    dependent_launch_knowing(
+        (seq_lens_ptr + row * seq_stride).to(tl.int64)
+        | (indices_ptr + row * index_stride).to(tl.int64)
+        | cu_k_ptr.to(tl.int64)  # those of an empty batch are 0
+    )
+
+
+@device_function
 def _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, first_token, num_tokens, SCAN: tl.constexpr):
     """-1 for the tokens that belong to no row."""
     for begin in range(tl.minimum(first_token, num_tokens), num_tokens, SCAN):
@@ -150,15 +161,15 @@ def _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, first_token, num_tokens, 
 
 @device_function
 def sum_batch(
-    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active, batch_size,
+    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr, chunk,
     DEBUG: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """What of a batch belongs to no single row, for one chunk of rows; the last one pads the slot mapping."""
     queries = prefix_sums(
-        seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
-        batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, chunk,
+        seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, chunk,
         DEBUG, FEW, CHUNK, SCAN,
     )  # fmt: skip
     if slot_mapping_ptr is not None:

@@ -77,6 +77,11 @@ def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
     _check_queries(buffers, given)
 
 
+def is_ordered(kind: type) -> bool:
+    """Whether what is of this kind has an order of its own; a set and a dict of rows have none."""
+    return hasattr(kind, "__getitem__") and not issubclass(kind, dict)
+
+
 def refuse_batch(batch: Any) -> None:
     """Refuse what is no batch, or one without entries where there must be some."""
     if not isinstance(batch, DecodeBatch):
@@ -84,8 +89,8 @@ def refuse_batch(batch: Any) -> None:
     for name, values in batch._asdict().items():
         if values is None and name in ("rows", "seq_lens", "generations"):
             raise TypeError(f"batch.{name} must have one entry for each row, got None")
-        ordered = hasattr(values, "__getitem__") and not isinstance(values, dict)
-        if values is not None and not (ordered and hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0):
+        ordered = is_ordered(type(values)) and hasattr(values, "__len__")
+        if values is not None and not (ordered and getattr(values, "ndim", 1) != 0):
             kind = type(values).__name__
             raise TypeError(f"batch.{name} must be a list, a tuple, or an array or tensor with a dimension, got {kind}")
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors, refuse_batch
+from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors, is_ordered, refuse_batch
 from compiled_kv.checks import INTS, Sizes, check_int, check_width
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_parts import DecodeMetadata
@@ -32,7 +32,6 @@ from compiled_kv.windows import check_map
 
 RingKind = TypeVar("RingKind", bound=Ring)
 REMEMBERED = (list, tuple)
-UNORDERED: tuple[Any, ...] = (set, frozenset, dict)
 # What outputs were sized and captured steps made for.
 SETTINGS = frozenset(
     ("layout", "max_batch_size", "q_len", "ragged", "seq_len_delta", "given_slots", "pad_seqlen", "max_num_tokens")
@@ -292,7 +291,7 @@ class DecodeBuffers(nn.Module):
             # A glance at a plain batch. Negative rows and lengths are left to the packing, which refuses them.
             if (
                 self._plain
-                and kind not in UNORDERED
+                and is_ordered(kind)
                 and q_lens is slots is None
                 and type(seq_lens) is type(generations) is kind
                 and len(seq_lens) == len(generations) == len(rows) <= self.max_batch_size

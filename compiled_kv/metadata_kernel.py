@@ -7,7 +7,7 @@ than others is shared with the helpers (long_rows_triton).
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import sum_batch
+from compiled_kv.batch_triton import launch_sums, sum_batch
 from compiled_kv.columns_triton import (
     clear_row,
     fill_at_once,
@@ -172,12 +172,7 @@ def decode_metadata_kernel(
     elif turn < 0:
         if PDL:
             summed = (tl.program_id(0).to(tl.int64) * CHUNK).to(tl.int32) + tl.arange(0, CHUNK)
-            summed = summed.to(tl.int64)
-            dependent_launch_knowing(
-                (seq_lens_ptr + summed * seq_stride).to(tl.int64)
-                | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
-                | cu_k_ptr.to(tl.int64)  # those of an empty batch are 0
-            )
+            launch_sums(seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, cu_k_ptr, summed)
         active = active_rows(num_reqs_ptr, batch_size)
         sum_batch(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,

@@ -8,7 +8,7 @@ that none can meet a record that another has already renewed.
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import sum_batch
+from compiled_kv.batch_triton import launch_sums, sum_batch
 from compiled_kv.changes_triton import (
     change_further,
     change_turn,
@@ -146,12 +146,7 @@ def update_metadata_kernel(
                 )  # fmt: skip
     else:
         if PDL:
-            summed = tl.arange(0, FEW).to(tl.int64)
-            dependent_launch_knowing(
-                (seq_lens_ptr + summed * seq_stride).to(tl.int64)
-                | (req_pool_indices_ptr + summed * index_stride).to(tl.int64)
-                | cu_k_ptr.to(tl.int64)  # those of an empty batch are 0
-            )
+            launch_sums(seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, cu_k_ptr, tl.arange(0, FEW))
         sum_batch(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows,
             active_rows(num_reqs_ptr, batch_size), batch_size, delta, q_len, cap, pad_seqlen,
