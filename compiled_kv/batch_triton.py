@@ -6,11 +6,12 @@ with all of their loads in flight at once: no program waits for another.
 
 from __future__ import annotations
 
-from compiled_kv.launch import constexpr, dependent_launch_knowing, device_function, tl
+from compiled_kv.launch import constexpr, device_function, launch_dependents, tl, wait_knowing
 from compiled_kv.rows_triton import (
     BAD_ROW,
     INT32_MAX,
     NEGATIVE_LENGTH,
+    active_rows,
     clamped_length,
     clamped_queries,
     is_within,
@@ -49,12 +50,16 @@ def _is_live(indices_ptr, index_stride, pool_rows, row, counted):
 
 
 @device_function
-def _sum_rows(
+def prefix_sums(
     seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
     DEBUG: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr, IS_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Rows [begin, begin + CHUNK), which are the whole batch where `IS_ALL`."""
+    """Lengths and prefix sums of rows [begin, begin + CHUNK), which are the whole batch where `IS_ALL`.
+
+    `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries. Returns the
+    queries that `q_lens_ptr` gives all rows up to the chunk's end.
+    """
     row = begin + tl.arange(0, CHUNK)
     in_batch = row < batch_size
     counted = row < active
@@ -104,52 +109,6 @@ def _sum_rows(
 
 
 @device_function
-def prefix_sums(
-    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-    delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, chunk,
-    DEBUG: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
-    """Lengths and prefix sums of rows [chunk * CHUNK, (chunk + 1) * CHUNK) of a batch.
-
-    `indices_ptr` and `q_lens_ptr` may be None: every row below `active` is live, and has `q_len` queries. Returns the
-    queries that `q_lens_ptr` gives all rows up to the chunk's end. A batch of up to FEW rows takes fewer lanes, by code
-    of its own unless FEW is 0.
-    """
-    begin = (chunk.to(tl.int64) * CHUNK).to(tl.int32)
-    if FEW == 0:
-        return _sum_rows(
-            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-            delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
-            DEBUG, CHUNK, SCAN, False,
-        )  # fmt: skip
-    else:
-        if batch_size <= FEW:
-            queries = _sum_rows(
-                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active,
-                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, 0,
-                DEBUG, FEW, SCAN, True,
-            )  # fmt: skip
-        else:
-            queries = _sum_rows(
-                seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active,
-                batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
-                DEBUG, CHUNK, SCAN, False,
-            )  # fmt: skip
-        return queries
-
-
-@device_function
-def launch_sums(seq_lens_ptr, seq_stride, indices_ptr, index_stride, cu_k_ptr, row):
-    """`dependent_launch_knowing` where the lengths and pool rows of `row` lie, which `sum_batch` loads first."""
-    row = row.to(tl.int64)
-    dependent_launch_knowing(
-        (seq_lens_ptr + row * seq_stride).to(tl.int64)
-        | (indices_ptr + row * index_stride).to(tl.int64)
-        | cu_k_ptr.to(tl.int64)  # those of an empty batch are 0
-    )
-
-
-@device_function
 def _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, first_token, num_tokens, SCAN: tl.constexpr):
     """-1 for the tokens that belong to no row."""
     for begin in range(tl.minimum(first_token, num_tokens), num_tokens, SCAN):
@@ -161,16 +120,25 @@ def _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, first_token, num_tokens, 
 
 @device_function
 def sum_batch(
-    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
+    seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, num_reqs_ptr, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr, chunk,
-    DEBUG: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
+    DEBUG: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr, IS_ALL: tl.constexpr,
 ):  # fmt: skip
     """What of a batch belongs to no single row, for one chunk of rows; the last one pads the slot mapping."""
+    begin = 0 if IS_ALL else (chunk.to(tl.int64) * CHUNK).to(tl.int32)
+    if PDL:
+        row = (begin + tl.arange(0, CHUNK)).to(tl.int64)
+        wait_knowing((
+            seq_lens_ptr + row * seq_stride, indices_ptr + row * index_stride, cap, pad_seqlen,
+            cu_k_ptr,  # addresses of an empty batch are all 0
+        ))  # fmt: skip
+        launch_dependents()
+    active = active_rows(num_reqs_ptr, batch_size)
     queries = prefix_sums(
         seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, active, batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, chunk,
-        DEBUG, FEW, CHUNK, SCAN,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, status_ptr, begin,
+        DEBUG, CHUNK, SCAN, IS_ALL,
     )  # fmt: skip
     if slot_mapping_ptr is not None:
         if (chunk.to(tl.int64) + 1) * CHUNK >= batch_size:

@@ -50,9 +50,9 @@ def kernel(fn: Callable[..., None]) -> Any:
 
 # NOTE [Dependent launch]
 # On NVIDIA GPUs from sm_90 on, a kernel may start before the one ahead of it in its stream has ended, which hides the
-# start of its programs (programmatic dependent launch). One with a `PDL` parameter calls `dependent_launch` in every
-# program ahead of its first load or store, so that nothing is read or written before all that came ahead is done and
-# seen: each kernel in a chain ends after the one before it. Launched by ourselves, it gets `PDL=True`, and a CUDA graph
+# start of its programs (programmatic dependent launch). One with a `PDL` parameter waits in every program ahead of its
+# first load or store, so that nothing is read or written before all that came ahead is done and seen: each kernel in a
+# chain ends after the one before it. Launched by ourselves, it gets `PDL=True`, and a CUDA graph
 # keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and
 # Inductor could not launch so.
 def _on_the_tensors_device(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
@@ -98,17 +98,25 @@ def dependent_launch():
 
 
 @device_function
-def dependent_launch_knowing(address):
-    """`dependent_launch`, ahead of which the addresses that `address` is made of (int64, never 0) are computed.
+def launch_dependents():
+    """Let the next kernel get ready. Ahead of the wait in a kernel of few programs, whose work is never long."""
+    tl.extra.cuda.gdc_launch_dependents()
 
-    A compiler moves what it can behind the wait, where it takes time. It cannot know that no address is 0, so a wait on
-    that condition needs the addresses.
+
+@device_function
+def wait_knowing(values):
+    """Wait for the kernel ahead, and before that compute these values: a tuple of addresses and ints, not all 0.
+
+    A compiler moves what it can behind the wait, where it takes time, the loads of arguments too. It cannot know that
+    not all values are 0, so a wait on that condition needs each of them.
     """
+    known = tl.zeros([], tl.int64)
+    for each in tl.static_range(len(values)):
+        known |= values[each].to(tl.int64)
     tl.inline_asm_elementwise(
-        "{ .reg .pred %p; setp.ne.s64 %p, $1, 0; @%p griddepcontrol.wait; mov.u64 $0, $1; }", "=l,l", [address],
+        "{ .reg .pred %p; setp.ne.s64 %p, $1, 0; @%p griddepcontrol.wait; mov.u64 $0, $1; }", "=l,l", [known],
         dtype=tl.int64, is_pure=False, pack=1,
     )  # fmt: skip
-    tl.extra.cuda.gdc_launch_dependents()
 
 
 def runs_kernel(tensor: torch.Tensor) -> bool:
@@ -158,11 +166,12 @@ PROGRAMS = 520
 FINE_PROGRAMS = 1056
 FINE_MAPPED_PROGRAMS = 1320
 FINE_PARTS = 264
-# Columns a program after which a row is long; programs that help with what follows, about one for two multiprocessors,
-# and columns they take at a time: their lanes cost the registers of every program. With pages of few tokens a column
-# takes less time: a row is long later, and twice as many help.
+# Columns a program after which a row is long; programs that help with what follows, about one for four
+# multiprocessors, among which the others stay evenly spread, and columns they take at a time: their lanes cost the
+# registers of every program. With pages of few tokens a column takes less time: a row is long later, and four times as
+# many help.
 LONG = 1024
-HELPERS = 64
+HELPERS = 32
 SHARED = 512
 # Bits behind the point of `reciprocal_of`.
 FRACTION = 20
@@ -189,7 +198,7 @@ def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool, has
     block, long, most = (BLOCK if is_mapped else 2 * BLOCK), LONG, HELPERS
     parts = programs_a_row(batch_size, width, LEAST)
     if page_size < 8:
-        long, most = (2 if is_mapped else 8) * LONG, 2 * HELPERS
+        long, most = (2 if is_mapped else 8) * LONG, 4 * HELPERS
         programs = FINE_MAPPED_PROGRAMS if is_mapped else FINE_PROGRAMS
         parts = torch.sym_max(parts, torch.sym_min(programs_a_row(batch_size, width, block, programs), FINE_PARTS))
     shared = ceil_div(torch.sym_max(width - parts * long, 0), SHARED)

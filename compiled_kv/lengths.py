@@ -56,8 +56,8 @@ def _seqlens_kernel(
         dependent_launch()
     prefix_sums(
         seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, None, 0, 0, active_rows(num_reqs_ptr, batch_size), batch_size,
-        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, None, tl.program_id(0),
-        DEBUG, 0, CHUNK, SCAN,
+        delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr, None,
+        (tl.program_id(0).to(tl.int64) * CHUNK).to(tl.int32), DEBUG, CHUNK, SCAN, False,
     )  # fmt: skip
 
 

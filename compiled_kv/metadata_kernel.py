@@ -7,7 +7,7 @@ than others is shared with the helpers (long_rows_triton).
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import launch_sums, sum_batch
+from compiled_kv.batch_triton import sum_batch
 from compiled_kv.columns_triton import (
     clear_row,
     fill_at_once,
@@ -16,7 +16,7 @@ from compiled_kv.columns_triton import (
     slots_if_short,
     slots_of_columns,
 )
-from compiled_kv.launch import dependent_launch, dependent_launch_knowing, device_function, kernel, tl
+from compiled_kv.launch import dependent_launch, device_function, kernel, launch_dependents, tl, wait_knowing
 from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,
@@ -58,8 +58,8 @@ def _finish_row(
 # A program of a short row lives for a microsecond, and waits longer for its arguments and its own instructions than for
 # data: on an H200 a profiler counted four to seven times as many stalls for these as for loads. So the arguments that
 # the usual program needs stand first, those ahead of its first load in one line of constant memory; the usual branch is
-# the first, and its code in one piece; and a program finds its place, and where its first loads lie, while the kernel
-# ahead still runs.
+# the first, and its code in one piece; and a program finds its place, where its first loads lie, and whatever else
+# needs no load, while the kernel ahead still runs.
 @kernel
 def decode_metadata_kernel(
     batch_size, parts, reciprocal, helpers, index_stride, seq_stride, req_pool_indices_ptr, seq_lens_ptr, num_reqs_ptr,
@@ -78,8 +78,12 @@ def decode_metadata_kernel(
     if (turn >= 0) & (turn < batch_size * parts):
         index_ptr = req_pool_indices_ptr + row.to(tl.int64) * index_stride
         seq_len_ptr = seq_lens_ptr + row.to(tl.int64) * seq_stride
+        page_row_ptr, swa_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride, None
+        if swa_page_table_ptr is not None:
+            swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
         if PDL:
-            dependent_launch_knowing(index_ptr.to(tl.int64) | seq_len_ptr.to(tl.int64))
+            wait_knowing((index_ptr, seq_len_ptr, page_row_ptr, pad_seqlen, cap, width, num_tokens))
+            launch_dependents()
         active = active_rows(num_reqs_ptr, batch_size)
         pool_row, seq_len = tl.load(index_ptr).to(tl.int64), tl.load(seq_len_ptr)
         queries = tl.zeros([], tl.int64) + q_len
@@ -90,10 +94,6 @@ def decode_metadata_kernel(
         length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
         live = tl.minimum(pages_of(length, PAGE_SIZE), width).to(tl.int32)
         pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
-        page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
-        swa_row_ptr = None
-        if swa_page_table_ptr is not None:
-            swa_row_ptr = swa_page_table_ptr + row.to(tl.int64) * swa_row_stride
         # On their way early, as those of tokens below; in 64 bits that takes too many registers.
         IS_NARROW: tl.constexpr = req_to_token_ptr.dtype.element_ty == tl.int32
         short_slot = None
@@ -170,15 +170,11 @@ def decode_metadata_kernel(
                 PAGE_SIZE, PAGE_MAP, CLEAR, DEBUG, BLOCK, TOKENS,
             )  # fmt: skip
     elif turn < 0:
-        if PDL:
-            summed = (tl.program_id(0).to(tl.int64) * CHUNK).to(tl.int32) + tl.arange(0, CHUNK)
-            launch_sums(seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, cu_k_ptr, summed)
-        active = active_rows(num_reqs_ptr, batch_size)
         sum_batch(
-            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, active,
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, num_reqs_ptr,
             batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
             slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-            tl.program_id(0), DEBUG, 0, CHUNK, SCAN,
+            tl.program_id(0), DEBUG, PDL, CHUNK, SCAN, False,
         )  # fmt: skip
     else:
         if PDL:

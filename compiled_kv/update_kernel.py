@@ -8,7 +8,7 @@ that none can meet a record that another has already renewed.
 
 from __future__ import annotations
 
-from compiled_kv.batch_triton import launch_sums, sum_batch
+from compiled_kv.batch_triton import sum_batch
 from compiled_kv.changes_triton import (
     change_further,
     change_turn,
@@ -18,10 +18,9 @@ from compiled_kv.changes_triton import (
     slots_of_pages,
     write_further,
 )
-from compiled_kv.launch import dependent_launch_knowing, kernel, tl
+from compiled_kv.launch import kernel, launch_dependents, tl, wait_knowing
 from compiled_kv.rows_triton import (
     INT32_MAX,
-    active_rows,
     clamped_length,
     clamped_queries,
     is_within,
@@ -45,6 +44,8 @@ def update_metadata_kernel(
     PDL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
     CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        launch_dependents()
     parts = tl.zeros([], tl.int64) + parts
     groups = (batch_size + GROUP - 1) // GROUP
     turn, group, part = place_of(tl.program_id(0), batch_size, groups, parts, reciprocal, CHUNK)
@@ -56,12 +57,23 @@ def update_metadata_kernel(
         index_ptr, seq_ptr = req_pool_indices_ptr + wide_row * index_stride, seq_lens_ptr + wide_row * seq_stride
         generation_ptr = generations_ptr + wide_row * generation_stride
         record_ptr = held_ptr + (wide_row * parts + part) * 5
+        offset = (part * LANES).to(tl.int32) + place
+        page_row_ptr, swa_row_ptr = page_table_ptr + wide_row * page_row_stride, None
+        if swa_page_table_ptr is not None:
+            swa_row_ptr = swa_page_table_ptr + wide_row * swa_row_stride
         pool_columns = (tl.zeros([], tl.int64) + pool_width + (PAGE_SIZE - 1)) // PAGE_SIZE
         pool_columns = tl.minimum(pool_columns, width).to(tl.int32)
+        # The last program, whose share of a row's pages is the smallest, takes the first tokens.
+        from_last = parts - 1 - part
+        query = (from_last * LANES).to(tl.int32) + place
+        queries = (tl.zeros([], tl.int64) + tl.minimum(q_len, INT32_MAX)).to(tl.int32)
+        first_token = wide_row * q_len
+        count = tl.where(in_batch, tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)), 0).to(tl.int32)
         if PDL:
-            dependent_launch_knowing(
-                index_ptr.to(tl.int64) | seq_ptr.to(tl.int64) | generation_ptr.to(tl.int64) | record_ptr.to(tl.int64)
-            )
+            wait_knowing((
+                index_ptr, seq_ptr, generation_ptr, record_ptr, page_row_ptr, pool_columns, offset, query, first_token,
+                queries, count, pad_seqlen, cap, pool_row_stride, pool_width,
+            ))  # fmt: skip
         active = batch_size
         if num_reqs_ptr is not None:
             active = tl.minimum(tl.maximum(tl.load(num_reqs_ptr).to(tl.int64), 0), batch_size).to(tl.int32)
@@ -74,50 +86,46 @@ def update_metadata_kernel(
         old_live = held_column(tl.load(record_ptr + 3, mask=in_batch, other=0), width)
         old_first = held_column(tl.load(record_ptr + 4, mask=in_batch, other=0), width)
         is_live = (row < active) & is_within(pool_row, pool_rows)
-        queries = tl.where(in_batch, tl.minimum(q_len, INT32_MAX), 0).to(tl.int32)
+        length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
+        pool_row_ptr = req_to_token_ptr + pool_row * pool_row_stride
+        first_position = length - queries
         if q_lens_ptr is not None:
             given = tl.load(q_lens_ptr + wide_row * q_stride, mask=row < active, other=0).to(tl.int64)
             queries = tl.minimum(tl.maximum(given, 0), INT32_MAX).to(tl.int32)
-        length = tl.where(is_live, clamped_length(seq_len, delta, cap), pad_seqlen).to(tl.int32)
+            given = clamped_queries(given)
+            first_position = length - given
+            if slot_mapping_ptr is not None:
+                first_token = tl.cumsum(tl.where(place == 0, given, 0), 0) - given
+                for begin in range(0, first_row, SCAN):
+                    other = begin + tl.arange(0, SCAN)
+                    q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < first_row, other=0)
+                    first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
+                count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
+        # Slots of tokens and of pages are looked up together, and stored once all are there: one wait for both.
+        slot, swa_slot = None, None
+        if slot_mapping_ptr is not None:
+            room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
+            slot = slots_of_tokens(
+                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, first_position, query,
+                query < count,
+            )  # fmt: skip
         ahead = tl.maximum(length - queries, 0)
         owner, generation = tl.where(is_live, pool_row, -1), tl.where(is_live, generation, 0)
         is_kept = (owner == old_owner) & (generation == old_generation)
         start, settled, first, live = changes_of(
             is_kept, old_settled, old_first, seq_len, length, ahead, is_live, width, cap, window, PAGE_SIZE, WINDOWED
         )
-        pool_row_ptr, readable = req_to_token_ptr + pool_row * pool_row_stride, tl.minimum(live, pool_columns)
-        # Slots of pages and of tokens are looked up together, and stored once all are there: one wait for both. The
-        # last program, whose share of a row's pages is the smallest, takes the first tokens.
-        offset, from_last = (part * LANES).to(tl.int32) + place, parts - 1 - part
+        readable = tl.minimum(live, pool_columns)
         page_slots = slots_of_pages(pool_row_ptr, pool_stride, start, offset, readable, PAGE_SIZE, LANES, 1)
-        slot, swa_slot, swa_row_ptr = None, None, None
         most = tl.maximum(live - start, old_live - live)
         if slot_mapping_ptr is not None:
-            first_token, first_position = wide_row * q_len, length.to(tl.int64) - q_len
-            if q_lens_ptr is not None:
-                given = clamped_queries(given)
-                first_position = length - given
-                first_token = tl.cumsum(tl.where(place == 0, given, 0), 0) - given
-                for begin in range(0, first_row, SCAN):
-                    other = begin + tl.arange(0, SCAN)
-                    q_lens = tl.load(q_lens_ptr + other.to(tl.int64) * q_stride, mask=other < first_row, other=0)
-                    first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
-            count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
-            room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
-            query = (from_last * LANES).to(tl.int32) + place
-            slot = slots_of_tokens(
-                pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, first_token, first_position, query,
-                query < count,
-            )  # fmt: skip
             most = tl.maximum(most, count)
         if swa_page_table_ptr is not None:
-            swa_row_ptr = swa_page_table_ptr + wide_row * swa_row_stride
             most = tl.maximum(most, tl.minimum(first, start) - old_first)
         # Over all warps of the program: behind it, each has loaded its records, and they may be replaced.
         further = tl.max(most, 0)
         if (slot_mapping_ptr is not None) and (map_ptr is not None):
             swa_slot = swa_slot_of(slot, map_ptr, map_stride, map_size, query < count, PAGE_SIZE, PAGE_MAP)
-        page_row_ptr = page_table_ptr + wide_row * page_row_stride
         change_turn(
             page_slots, offset, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, start, first, live,
             old_first, old_live, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, 1,
@@ -144,13 +152,17 @@ def update_metadata_kernel(
                     slot_mapping_ptr, swa_slot_mapping_ptr, first_token, count, first_position, place, from_last,
                     parts, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, 2,
                 )  # fmt: skip
-    else:
-        if PDL:
-            launch_sums(seq_lens_ptr, seq_stride, req_pool_indices_ptr, index_stride, cu_k_ptr, tl.arange(0, FEW))
+    elif batch_size <= FEW:
         sum_batch(
-            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows,
-            active_rows(num_reqs_ptr, batch_size), batch_size, delta, q_len, cap, pad_seqlen,
-            cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, num_reqs_ptr,
+            batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
             slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-            tl.program_id(0), DEBUG, FEW, CHUNK, SCAN,
+            tl.program_id(0), DEBUG, PDL, FEW, SCAN, True,
+        )  # fmt: skip
+    else:
+        sum_batch(
+            seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, num_reqs_ptr,
+            batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
+            slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
+            tl.program_id(0), DEBUG, PDL, CHUNK, SCAN, False,
         )  # fmt: skip

@@ -15,8 +15,8 @@ import torch
 import compiled_kv as ckv
 from compiled_kv import reference
 from compiled_kv.bench.cells import AXES, Cell, default_cells, full_cells
-from compiled_kv.bench.claims import bound_ratios, claims, geometric_mean, misses
-from compiled_kv.bench.contenders import contenders
+from compiled_kv.bench.claims import FORMS, bound_ratios, claims, geometric_mean, misses
+from compiled_kv.bench.contenders import contenders, incremental
 from compiled_kv.bench.expected import check, expected
 from compiled_kv.bench.inputs import make_inputs
 from compiled_kv.bench.results import opened
@@ -211,7 +211,8 @@ def test_quick_run(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     (cell,) = results["cells"]
-    assert {"ours", "ours-clear", "incremental", "gather", "gather-compiled"} <= set(cell["times"])
+    ours = {"ours", "ours-clear", "incremental", "incremental-untouched"}
+    assert ours | {"gather", "gather-compiled"} <= set(cell["times"])
     assert cell["name"] in (tmp_path / "results.md").read_text()
 
 
@@ -242,8 +243,9 @@ def made_up(name: str, ours: float, context: int = 8192) -> dict[str, object]:
     ratio = {"median": ours / 2, "low": ours / 2, "high": ours / 2}
     samples = [ours] * 25
     sizes = {"batch": 1, "length": 128, "context": context, "page_size": 64, "swa": "off", "lengths": "uniform"}
-    times = {n: {"median": ours, "samples": samples} for n in ("ours", "incremental")}
-    return {"name": name, **sizes, "times": times, "best": "grid", "ratios": {"rebuild": ratio, "incremental": ratio}}
+    times = {form: {"median": ours, "samples": samples} for form in FORMS}
+    ratios = dict.fromkeys(("rebuild", *FORMS), ratio)
+    return {"name": name, **sizes, "times": times, "best": "grid", "ratios": ratios}
 
 
 def test_claims_are_judged() -> None:
@@ -254,6 +256,9 @@ def test_claims_are_judged() -> None:
     assert [cell["name"] for cell in misses(cells)] == ["wide"]
     assert found["the same, cells above 1.03"].measured == "1 of 2"
     assert found["context bound 1 M over 8 K, kept tails, worst of 1"].is_met
+    untouched = found["context bound 1 M over 8 K, incremental, slots that nobody touched before, worst of 1"]
+    assert (untouched.measured, untouched.is_met) == ("1.100 [1.100, 1.100]", None)
+    assert not found["best published design over the incremental update, geometric mean"].is_met
     ((name, ratio),) = bound_ratios(cells, "ours")
     assert name == "wide" and ratio["median"] == pytest.approx(1.1)
 
@@ -283,6 +288,20 @@ def test_every_batch_of_a_cell_is_aligned() -> None:
     for index in range(5):
         assert given.rows[index].data_ptr() % 16 == given.seq_lens[index].data_ptr() % 16 == 0
         assert given.rows[index].shape == (1,) and 896 <= int(given.seq_lens[index]) <= 1024
+
+
+def test_slots_are_allocated_as_they_were_unless_they_stay_untouched() -> None:
+    given = make_inputs(Cell(2, 600, 2048, 16, "row"), CPU, 3)
+    assert given.full_to_swa is not None
+    pool, swa = given.req_to_token.clone(), given.full_to_swa.clone()
+    for is_untouched, writes in ((False, 1), (True, 0)):
+        contender, before = incremental(given, is_untouched), (given.req_to_token._version, given.full_to_swa._version)
+        assert contender.before is not None and contender.seq_lens is not None
+        lengths = contender.seq_lens.clone()
+        contender.before()
+        assert (given.req_to_token._version, given.full_to_swa._version) == tuple(n + writes for n in before)
+        assert torch.equal(contender.seq_lens, lengths + 3)
+    assert torch.equal(given.req_to_token, pool) and torch.equal(given.full_to_swa, swa)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the same in either process")

@@ -10,6 +10,11 @@ from compiled_kv.bench.timing import interval_of_median
 
 MISS = 1.03
 CAPTURED = "in the captured step"
+FORMS = {
+    "ours": "kept tails",
+    "incremental": "incremental",
+    "incremental-untouched": "incremental, slots that nobody touched before",
+}
 Ratio = dict[str, float]  # median, low, high
 
 
@@ -79,17 +84,25 @@ def _clear(cells: list[dict[str, Any]]) -> list[Claim]:
 def _incremental(cells: list[dict[str, Any]]) -> list[Claim]:
     if not cells:
         return []
-    mean = 1 / geometric_mean(cell["ratios"]["incremental"]["median"] for cell in cells)
+    mean, untouched = (
+        1 / geometric_mean(cell["ratios"][form]["median"] for cell in cells)
+        for form in ("incremental", "incremental-untouched")
+    )
     what = "best published design over the incremental update, geometric mean"
-    return [Claim(what, "at least 3", number(mean), "", mean >= 3)]
+    return [
+        Claim(what, "at least 3", number(mean), "", mean >= 3),
+        Claim("the same, slots that nobody touched before", "", number(untouched)),
+    ]
 
 
 def _bounds(cells: list[dict[str, Any]]) -> list[Claim]:
     found = []
-    for name, form in (("ours", "kept tails"), ("incremental", "incremental")):
+    for name, form in FORMS.items():
         if ratios := bound_ratios(cells, name):
             cell, ratio = max(ratios, key=lambda each: each[1]["median"])
-            found.append(_upper(f"context bound 1 M over 8 K, {form}, worst of {len(ratios)}", 1.1, ratio, cell))
+            what = f"context bound 1 M over 8 K, {form}, worst of {len(ratios)}"
+            is_claimed = name != "incremental-untouched"
+            found.append(_upper(what, 1.1, ratio, cell) if is_claimed else Claim(what, "", interval(ratio), cell))
     return found
 
 

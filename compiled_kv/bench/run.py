@@ -57,7 +57,8 @@ def judged(running: dict[str, Contender], timed: dict[str, Timed]) -> dict[str, 
     rivals = [name for name, contender in running.items() if contender.same_work]
     best = min(rivals, key=lambda name: times[name]["median"])
     ratio = {"rebuild": paired_ratio(timed["ours"].samples, timed[best].samples)}
-    ratio["incremental"] = paired_ratio(timed["incremental"].samples, timed[best].samples)
+    for form in ("incremental", "incremental-untouched"):
+        ratio[form] = paired_ratio(timed[form].samples, timed[best].samples)
     for ours, floor in FLOORS:
         if floor in timed:
             ratio[f"{ours}/{floor}"] = paired_ratio(timed[ours].samples, timed[floor].samples)
