@@ -5,7 +5,8 @@ the columns, or the tokens, of its place.
 
 changes_of        which columns change, from what is on record and what the batch says
 change_turn       write some of them: the first turn, which is usually enough
-change_further    those behind it
+change_further    those behind it, as long as they are few
+change_long       the rest of long rows: one row after the other, with all lanes
 renew_record      what the rows' tables hold from now on
 write_further     slots of the tokens behind the first turn
 """
@@ -113,18 +114,51 @@ def change_turn(
 
 @device_function
 def change_further(
-    further, pool_row_ptr, pool_stride, readable, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size,
+    begin, end, pool_row_ptr, pool_stride, readable, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size,
     start, first, live, old_first, old_live, place, part, parts, status_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, DEBUG: tl.constexpr, LANES: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
-    """What is behind the first turn, `parts` programs taking turns over a row."""
-    for begin in range(parts * LANES, further, parts * (LANES * TIMES)):
-        offset = begin + part * (LANES * TIMES) + place
+    """Those from `begin` to `end`, `parts` programs taking turns over a row: LANES lanes, TIMES columns each."""
+    for turn in range(begin, end, parts * (LANES * TIMES)):
+        offset = turn + part * (LANES * TIMES) + place
         slots = slots_of_pages(pool_row_ptr, pool_stride, start, offset, readable, PAGE_SIZE, LANES, TIMES)
         change_turn(
             slots, offset, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, start, first, live, old_first,
             old_live, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, TIMES,
         )  # fmt: skip
+
+
+@device_function
+def _of_row(value, is_own):
+    """The value, never below -1, of the lanes that `is_own` chooses."""
+    return tl.max(tl.where(is_own, value, -1), 0)
+
+
+@device_function
+def change_long(
+    begin, columns, first_row, req_to_token_ptr, pool_row, pool_row_stride, pool_stride, readable,
+    page_table_ptr, page_row_stride, swa_page_table_ptr, swa_row_stride, map_ptr, map_stride, map_size,
+    start, first, live, old_first, old_live, part, parts, status_ptr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, DEBUG: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
+    TIMES: tl.constexpr,
+):  # fmt: skip
+    """Those from `begin` on of the rows with more `columns` to write: all lanes take one row after the other."""
+    lane = tl.arange(0, GROUP * LANES)
+    for each in range(GROUP):
+        is_own = lane // LANES == each
+        end = _of_row(columns, is_own)
+        if end > begin:
+            row = (first_row + each).to(tl.int64)
+            swa_row_ptr = None
+            if swa_page_table_ptr is not None:
+                swa_row_ptr = swa_page_table_ptr + row * swa_row_stride
+            change_further(
+                begin, end, req_to_token_ptr + _of_row(pool_row, is_own) * pool_row_stride, pool_stride,
+                _of_row(readable, is_own), page_table_ptr + row * page_row_stride, swa_row_ptr, map_ptr, map_stride,
+                map_size, _of_row(start, is_own), _of_row(first, is_own), _of_row(live, is_own),
+                _of_row(old_first, is_own), _of_row(old_live, is_own), lane, part, parts, status_ptr,
+                PAGE_SIZE, PAGE_MAP, DEBUG, GROUP * LANES, TIMES,
+            )  # fmt: skip
 
 
 @device_function

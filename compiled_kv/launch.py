@@ -52,9 +52,10 @@ def kernel(fn: Callable[..., None]) -> Any:
 # On NVIDIA GPUs from sm_90 on, a kernel may start before the one ahead of it in its stream has ended, which hides the
 # start of its programs (programmatic dependent launch). One with a `PDL` parameter waits in every program ahead of its
 # first load or store, so that nothing is read or written before all that came ahead is done and seen: each kernel in a
-# chain ends after the one before it. Launched by ourselves, it gets `PDL=True`, and a CUDA graph
-# keeps that. A trace sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and
-# Inductor could not launch so.
+# chain ends after the one before it. Launched by ourselves, it gets `PDL=True`, and a CUDA graph keeps that. A trace
+# sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and Inductor could not launch
+# so. A kernel of yours that is launched so must wait too before it reads what any of them wrote: behind an update it
+# may start while the one ahead of that still runs.
 def _on_the_tensors_device(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     """`run` of a kernel with these parameters where its tensors are: Triton would take the current device, whatever
     theirs is. Torch passes some or all arguments by position."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from compiled_kv.batch_triton import sum_batch
 from compiled_kv.changes_triton import (
     change_further,
+    change_long,
     change_turn,
     changes_of,
     held_column,
@@ -41,8 +42,8 @@ def update_metadata_kernel(
     slot_mapping_ptr, swa_slot_mapping_ptr, swa_page_table_ptr, swa_row_stride, map_stride, map_size,
     q_lens_ptr, slots_ptr, status_ptr, q_stride, slots_stride, num_slots, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
-    CHUNK: tl.constexpr, SCAN: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr, TURNS: tl.constexpr,
+    FEW: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         launch_dependents()
@@ -117,11 +118,12 @@ def update_metadata_kernel(
         )
         readable = tl.minimum(live, pool_columns)
         page_slots = slots_of_pages(pool_row_ptr, pool_stride, start, offset, readable, PAGE_SIZE, LANES, 1)
-        most = tl.maximum(live - start, old_live - live)
-        if slot_mapping_ptr is not None:
-            most = tl.maximum(most, count)
+        columns = tl.maximum(live - start, old_live - live)
         if swa_page_table_ptr is not None:
-            most = tl.maximum(most, tl.minimum(first, start) - old_first)
+            columns = tl.maximum(columns, tl.minimum(first, start) - old_first)
+        most = columns
+        if slot_mapping_ptr is not None:
+            most = tl.maximum(columns, count)
         # Over all warps of the program: behind it, each has loaded its records, and they may be replaced.
         further = tl.max(most, 0)
         if (slot_mapping_ptr is not None) and (map_ptr is not None):
@@ -141,11 +143,19 @@ def update_metadata_kernel(
                 status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG,
             )  # fmt: skip
         if further > parts * LANES:
+            few = parts * LANES * (1 + TURNS * WIDE)
             change_further(
-                further, pool_row_ptr, pool_stride, readable, page_row_ptr, swa_row_ptr, map_ptr, map_stride,
-                map_size, start, first, live, old_first, old_live, place, part, parts, status_ptr,
+                parts * LANES, tl.minimum(further, few), pool_row_ptr, pool_stride, readable, page_row_ptr, swa_row_ptr,
+                map_ptr, map_stride, map_size, start, first, live, old_first, old_live, place, part, parts, status_ptr,
                 PAGE_SIZE, PAGE_MAP, DEBUG, LANES, WIDE,
             )  # fmt: skip
+            if further > few:  # more than half the columns at a time would spill
+                change_long(
+                    few, columns, first_row, req_to_token_ptr, pool_row, pool_row_stride, pool_stride, readable,
+                    page_table_ptr, page_row_stride, swa_page_table_ptr, swa_row_stride, map_ptr, map_stride, map_size,
+                    start, first, live, old_first, old_live, part, parts, status_ptr,
+                    PAGE_SIZE, PAGE_MAP, DEBUG, GROUP, LANES, WIDE // 2,
+                )  # fmt: skip
             if slot_mapping_ptr is not None:  # more than two tokens a lane would spill
                 write_further(
                     further, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,

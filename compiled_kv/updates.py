@@ -40,11 +40,12 @@ from compiled_kv.updates_cpu import cpu_body
 # Pool row or -1, generation, columns of the tokens ahead of a step's own, live columns, first column of the window.
 RECORD = 5
 # Rows a program takes side by side, and lanes of each: most steps add a column and a token at the most. Where that is
-# not enough, columns or tokens a lane takes at a time. Programs in all where rows are few: more would rebuild long rows
-# faster, and make each step wait for them.
+# not enough, columns a lane takes at a time, and how many times, before all lanes take one long row after the other.
+# Programs in all where rows are few: more would rebuild long rows faster, and make each step wait for them.
 GROUP = 8
 LANES = 16
 WIDE = 8
+TURNS = 4
 UPDATERS = 32
 WARPS = 4
 # Rows a program takes prefix sums of, as in `launch`: so many that none are ahead in most batches; and lanes where the
@@ -75,7 +76,7 @@ def _launch(
         update_metadata_kernel, (chunks(batch_size, UPDATE_CHUNK) + groups * parts,),
         **kernel_arguments(out, given, settings, num_tokens), held_ptr=held, generations_ptr=generations,
         generation_stride=generations.stride(0), parts=parts, reciprocal=reciprocal_of(groups), GROUP=GROUP,
-        LANES=LANES, WIDE=WIDE, FEW=FEW, CHUNK=UPDATE_CHUNK, SCAN=UPDATE_SCAN, num_warps=WARPS,
+        LANES=LANES, WIDE=WIDE, TURNS=TURNS, FEW=FEW, CHUNK=UPDATE_CHUNK, SCAN=UPDATE_SCAN, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "GROUP": (updates.GROUP,),
     "LANES": (updates.LANES,),
     "WIDE": (updates.WIDE,),
+    "TURNS": (updates.TURNS,),
     "FEW": (updates.FEW,),
     "CHUNK": (launch.CHUNK,),
     "SCAN": (launch.SCAN,),

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from compiled_kv import DecodeMetadata, KVLayout, decode_metadata, new_held, update_metadata
 from tests.conftest import INTERPRETED, take_small_sizes
-from tests.test_updates import Call, Rig, follow, sequence_of
+from tests.test_updates import Call, Rig, devices, follow, sequence_of
 
 EXAMPLES = 25
 # 11 rows have six groups of their own; of 24 programs each row then has three.
-SMALL_TURNS = {"GROUP": 2, "LANES": 1, "WIDE": 2, "FEW": 2, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 2}
+SMALL_TURNS = {"GROUP": 2, "LANES": 1, "WIDE": 2, "TURNS": 1, "FEW": 2, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 2}
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels have their sizes")
@@ -27,6 +27,27 @@ def test_any_sequence_in_small_turns_equals_the_oracle(updaters: int, monkeypatc
         follow(calls, "cpu")
 
     equals_the_oracle()
+
+
+@devices
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+def test_long_rows_join_among_short_ones_and_shrink(device: str, mapped: bool) -> None:
+    """At the sizes of a release: of 8,448 columns on, rows are taken one after the other."""
+    layout = KVLayout(page_size=1, max_context_len=10_000, window=9_000)
+    pool = torch.randint(0, 10_000, (4, 10_000), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    rig = Rig(layout, device, 3, mapped)
+    for seq_lens, generations in (
+        ([10_000, 17, 8_449], [0, 0, 0]),
+        ([10_000, 18, 8_450], [0, 0, 0]),
+        ([3, 9_999, 8_451], [0, 1, 0]),
+        ([9_990, 9_999, 8_452], [1, 1, 1]),
+        ([9_991, 8_500, 5], [1, 1, 1]),
+    ):
+        call = {
+            "req_to_token": pool, "req_pool_indices": torch.tensor([2, 0, 3]), "seq_lens": torch.tensor(seq_lens),
+            "generations": torch.tensor(generations), "layout": layout,
+        }  # fmt: skip
+        rig.step(call | ({"full_to_swa": torch.arange(10_000).flip(0)} if mapped else {}))
 
 
 def test_a_window_may_pass_more_columns_than_are_new() -> None:
