@@ -45,7 +45,7 @@ RECORD = 5
 GROUP = 8
 LANES = 16
 WIDE = 8
-TURNS = 4
+TURNS = 8
 UPDATERS = 32
 WARPS = 4
 # Rows a program takes prefix sums of, as in `launch`: so many that none are ahead in most batches; and lanes where the

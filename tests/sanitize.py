@@ -2,7 +2,7 @@
 
 Named batches from none to a few rows in every form, drawn calls of the peers' operators, schedules of up to three
 chunks, scenarios through captured graphs, a pool of more than 2^31 elements, and rows long enough to be shared with
-helpers; each result is compared as in the tests. `--device cpu` tries the script itself.
+helpers or taken one by one; each result is compared as in the tests. `--device cpu` tries the script itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import compiled_kv as ckv
@@ -21,6 +22,7 @@ from tests.cases import ALL_CASES, FORMS
 from tests.harness import check
 from tests.peer_calls import CALLS, check_call
 from tests.test_large import test_three_rows_much_longer_than_others as long_rows
+from tests.test_update_turns import test_long_rows_join_among_short_ones_and_shrink as join_long_rows
 from tests.test_updates import test_rows_beyond_two_to_the_31_elements as update_beyond_31_bits
 
 
@@ -56,13 +58,14 @@ def replays(device: str, every: int) -> int:
     modes = [("decode", None), ("verify", 64), ("extend", 64)]
     for mode, window in modes:
         given = serving(mode, page_size=16, max_context_len=512, max_batch_size=8, window=window)
-        for scenario in (story(given), walk(given, steps=60 // every, seed=3)):
+        for scenario in (story(given), walk(given, steps=max(60 // every, 8), seed=3)):
             check_replay(metadata_step, scenario, device=device, backend=None, attempts=0)
     return 2 * len(modes)
 
 
 def large(device: str, _: int) -> int:
-    """Slots at the end of a row that begins beyond element 2^31, and rows long enough to be shared with helpers."""
+    """Slots at the end of a row that begins beyond element 2^31, rows long enough to be shared with helpers, and rows
+    that an update takes one after the other."""
     if device == "cpu":
         return 0
     update_beyond_31_bits(torch.int32)
@@ -75,10 +78,12 @@ def large(device: str, _: int) -> int:
     assert meta.slot_mapping is not None and meta.slot_mapping.item() == 2**31 - 1
     assert torch.equal(ckv.page_table(pool, rows, lengths, layout=layout), meta.page_table)
     assert ckv.slot_mapping(pool, rows, lengths - 1).item() == 2**31 - 1
-    for page_size in (1, 16):
-        for is_mapped in (False, True):
+    for is_mapped in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            join_long_rows(device, is_mapped, 2, patch)
+        for page_size in (1, 16):
             long_rows(device, 1 << 20, is_mapped, page_size)
-    return 8
+    return 10
 
 
 PARTS: dict[str, Callable[[str, int], int]] = {

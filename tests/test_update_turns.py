@@ -31,23 +31,27 @@ def test_any_sequence_in_small_turns_equals_the_oracle(updaters: int, monkeypatc
 
 @devices
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
-def test_long_rows_join_among_short_ones_and_shrink(device: str, mapped: bool) -> None:
-    """At the sizes of a release: of 8,448 columns on, rows are taken one after the other."""
-    layout = KVLayout(page_size=1, max_context_len=10_000, window=9_000)
-    pool = torch.randint(0, 10_000, (4, 10_000), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    rig = Rig(layout, device, 3, mapped)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_long_rows_join_among_short_ones_and_shrink(
+    device: str, mapped: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the sizes of a release: behind 1,040 columns a program, rows are taken one after the other."""
+    take_small_sizes(monkeypatch, {"UPDATERS": 2 * parts})
+    layout = KVLayout(page_size=1, max_context_len=4_000, window=1_900)
+    pool = torch.randint(0, 4_000, (4, 4_000), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    rig, least = Rig(layout, device, 3, mapped), 1_040 * parts
     for seq_lens, generations in (
-        ([10_000, 17, 8_449], [0, 0, 0]),
-        ([10_000, 18, 8_450], [0, 0, 0]),
-        ([3, 9_999, 8_451], [0, 1, 0]),
-        ([9_990, 9_999, 8_452], [1, 1, 1]),
-        ([9_991, 8_500, 5], [1, 1, 1]),
+        ([4_000, 17, least + 1], [0, 0, 0]),
+        ([4_000, 18, least + 2], [0, 0, 0]),
+        ([3, 3_999, least + 3], [0, 1, 0]),
+        ([3_990, 3_999, least + 4], [1, 1, 1]),
+        ([3_991, least + 50, 5], [1, 1, 1]),
     ):
         call = {
             "req_to_token": pool, "req_pool_indices": torch.tensor([2, 0, 3]), "seq_lens": torch.tensor(seq_lens),
             "generations": torch.tensor(generations), "layout": layout,
         }  # fmt: skip
-        rig.step(call | ({"full_to_swa": torch.arange(10_000).flip(0)} if mapped else {}))
+        rig.step(call | ({"full_to_swa": torch.arange(4_000).flip(0)} if mapped else {}))
 
 
 def test_a_window_may_pass_more_columns_than_are_new() -> None:

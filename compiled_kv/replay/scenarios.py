@@ -109,8 +109,9 @@ def story(serving: Serving) -> Scenario:
 
 def walk(serving: Serving, steps: int, seed: int = 0) -> Scenario:
     """`steps` steps with random events between them, now few requests, now many; lengths gather at the edges of
-    pages."""
-    rng, page, events, busy = random.Random(seed), serving.layout.page_size, [], 1
+    pages. One of a page's length joins ahead of the first step, so that the shortest walk has a request."""
+    rng, page, busy = random.Random(seed), serving.layout.page_size, 1
+    events = [Event("join", page)]
     others: list[Callable[[], Event]] = [
         lambda: Event("join", max(rng.randrange(1, 6) * page + rng.choice((-1, 0, 1)), 1)),
         lambda: Event("join", rng.randrange(1, serving.layout.max_context_len)),
