@@ -100,7 +100,7 @@ def dependent_launch():
 
 @device_function
 def launch_dependents():
-    """Let the next kernel get ready. Ahead of the wait in a kernel of few programs, whose work is never long."""
+    """Let the next kernel get ready. Ahead of the wait in a kernel of few programs, whose usual work is short."""
     tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -40,7 +40,7 @@ from compiled_kv.updates_cpu import cpu_body
 # Pool row or -1, generation, columns of the tokens ahead of a step's own, live columns, first column of the window.
 RECORD = 5
 # Rows a program takes side by side, and lanes of each: most steps add a column and a token at the most. Where that is
-# not enough, columns a lane takes at a time, and how many times, before all lanes take one long row after the other.
+# not enough, columns a lane takes at a time, and how many times, before all lanes take a long row or two one by one.
 # Programs in all where rows are few: more would rebuild long rows faster, and make each step wait for them.
 GROUP = 8
 LANES = 16
