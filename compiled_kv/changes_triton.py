@@ -5,8 +5,8 @@ the columns, or the tokens, of its place.
 
 changes_of        which columns change, from what is on record and what the batch says
 change_turn       write some of them: the first turn, which is usually enough
-change_further    those behind it, as long as they are few
-change_long       the rest of long rows: one row after the other, with all lanes
+change_further    those behind it
+change_long       what is left of one or two long rows: one after the other, with all lanes
 renew_record      what the rows' tables hold from now on
 write_further     slots of the tokens behind the first turn
 """

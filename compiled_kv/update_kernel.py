@@ -1,9 +1,10 @@
 """The kernel behind `update_metadata`: `decode_metadata`'s, but of a page table it writes what changed alone.
 
 Grid (chunks + groups * parts): the first programs take lengths and prefix sums, as there; each of the others takes a
-group of GROUP rows side by side, LANES lanes of each, for in most steps hardly anything of a row changes. What a row's
-tables hold is on record once for each of its programs, in `held`: a program reads and writes its own record only, so
-that none can meet a record that another has already renewed.
+group of GROUP rows side by side, LANES lanes of each, for in most steps hardly anything of a row changes; one or two
+that are long are finished one after the other by all lanes. What a row's tables hold is on record once for each of its
+programs, in `held`: a program reads and writes its own record only, so that none can meet a record that another has
+already renewed.
 """
 
 from __future__ import annotations
