@@ -122,10 +122,11 @@ def _pad_slots(slot_mapping_ptr, swa_slot_mapping_ptr, first_token, num_tokens, 
 def sum_batch(
     seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, indices_ptr, index_stride, pool_rows, num_reqs_ptr, batch_size,
     delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
-    slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr, chunk,
+    slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
     DEBUG: tl.constexpr, PDL: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr, IS_ALL: tl.constexpr,
 ):  # fmt: skip
     """What of a batch belongs to no single row, for one chunk of rows; the last one pads the slot mapping."""
+    chunk = tl.program_id(0)
     begin = 0 if IS_ALL else (chunk.to(tl.int64) * CHUNK).to(tl.int32)
     if PDL:
         row = (begin + tl.arange(0, CHUNK)).to(tl.int64)

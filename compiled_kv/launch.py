@@ -91,17 +91,17 @@ def device_function(fn: Callable[..., Any]) -> Any:
 
 
 @device_function
-def dependent_launch():
-    """Wait for the kernel ahead, and only then let the next one get ready to wait for this one: programs of two kernels
-    waiting at once leave a long one no even share of the multiprocessors (17 % slower at worst)."""
-    tl.extra.cuda.gdc_wait()
+def launch_dependents():
+    """Let the next kernel get ready. Ahead of the wait in a kernel of few programs, whose usual work is short."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @device_function
-def launch_dependents():
-    """Let the next kernel get ready. Ahead of the wait in a kernel of few programs, whose usual work is short."""
-    tl.extra.cuda.gdc_launch_dependents()
+def dependent_launch():
+    """Wait for the kernel ahead, and only then let the next one get ready to wait for this one: programs of two kernels
+    waiting at once leave a long one no even share of the multiprocessors (17 % slower at worst)."""
+    tl.extra.cuda.gdc_wait()
+    launch_dependents()
 
 
 @device_function

@@ -174,7 +174,7 @@ def decode_metadata_kernel(
             seq_lens_ptr, seq_stride, q_lens_ptr, q_stride, req_pool_indices_ptr, index_stride, pool_rows, num_reqs_ptr,
             batch_size, delta, q_len, cap, pad_seqlen, cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
             slots_ptr, num_slots, slot_mapping_ptr, swa_slot_mapping_ptr, num_tokens, status_ptr,
-            tl.program_id(0), DEBUG, PDL, CHUNK, SCAN, False,
+            DEBUG, PDL, CHUNK, SCAN, False,
         )  # fmt: skip
     else:
         if PDL:

@@ -42,15 +42,15 @@ def test_long_rows_join_among_short_ones_and_shrink(
     layout = KVLayout(page_size=1, max_context_len=4_000, window=1_900)
     pool = torch.randint(0, 4_000, (4, 4_000), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     rig, least = Rig(layout, device, 3, mapped), 1_040 * parts
-    for seq_lens, generations in (
-        ([4_000, 17, least + 1], [0, 0, 0]),
-        ([4_000, 18, least + 2], [0, 0, 0]),
-        ([3, 3_999, least + 3], [0, 1, 0]),
-        ([3_990, 3_999, least + 4], [1, 1, 1]),
-        ([3_991, least + 50, 5], [1, 1, 1]),
+    for seq_lens, generations, slots in (
+        ([4_000, 17, least + 1], [0, 0, 0], pool),
+        ([4_000, 18, least + 2], [0, 0, 0], pool),
+        ([3, 3_999, least + 3], [0, 1, 0], pool),
+        ([3_990, 3_999, least + 4], [1, 2, 1], pool.flip(1)),  # other pages: what is skipped shows
+        ([3_991, least + 50, 5], [1, 2, 1], pool.flip(1)),
     ):
         call = {
-            "req_to_token": pool, "req_pool_indices": torch.tensor([2, 0, 3]), "seq_lens": torch.tensor(seq_lens),
+            "req_to_token": slots, "req_pool_indices": torch.tensor([2, 0, 3]), "seq_lens": torch.tensor(seq_lens),
             "generations": torch.tensor(generations), "layout": layout,
         }  # fmt: skip
         rig.step(call | ({"full_to_swa": torch.arange(4_000).flip(0)} if mapped else {}))

@@ -118,7 +118,8 @@ def _allocate(given: Inputs, rows: Tensor, seq_lens: Tensor) -> None:
     slots = given.req_to_token[rows, newest]
     given.req_to_token[rows, newest] = slots
     if given.full_to_swa is not None:
-        given.full_to_swa[slots.long()] = given.full_to_swa[slots.long()]
+        index = slots.long()
+        given.full_to_swa[index] = given.full_to_swa[index]
 
 
 def published(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
