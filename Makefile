@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WORKERS ?= 2
+# Processes of a test run: one a core, two to four.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+WORKERS ?= $(shell n=$(CORES); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 ARGS ?=
 
 export OMP_NUM_THREADS ?= 1

@@ -15,6 +15,8 @@ from compiled_kv.rows_triton import BAD_SLOT, UNMAPPED, page_of, report, swa_pag
 SHORT = constexpr(LEAST)
 # The most columns that a program writes at once, in SHORT of them.
 AT_ONCE = constexpr(4)
+# Bytes that a warp writes at once where its lanes write 4 each.
+LINE = constexpr(128)
 
 
 @device_function
@@ -184,10 +186,18 @@ def fill_row(
 
 
 @device_function
-def clear_row(page_ptr, swa_ptr, live, width, part, parts, BLOCK: tl.constexpr):
-    """Write the null page to columns [live, width) of both tables; `swa_ptr` may be None."""
-    for begin in range(live + part * BLOCK, width, parts * BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        tl.store(page_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
-        if swa_ptr is not None:
-            tl.store(swa_ptr + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
+def ahead_in_line(ptr):
+    """Entries between where a line of memory begins and `ptr`, which lies in it. Whoever writes from `ptr` on, begins
+    there: warps that meet within a sector each write a part of it, which takes longer."""
+    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    return (ptr.to(tl.int64) // SIZE) % (LINE // SIZE)
+
+
+@device_function
+def clear_row(row_ptr, live, width, part, parts, BLOCK: tl.constexpr):
+    """Write the null page to columns [live, width) of a row, `parts` programs taking turns."""
+    lane = tl.arange(0, BLOCK)
+    for begin in range(live - ahead_in_line(row_ptr + live) + part * BLOCK, width, parts * BLOCK):
+        is_own = lane >= tl.maximum(live - begin, 0).to(tl.int32)
+        is_own &= lane < tl.minimum(width - begin, BLOCK).to(tl.int32)
+        tl.store(row_ptr + begin + lane, tl.zeros([BLOCK], tl.int32), mask=is_own)

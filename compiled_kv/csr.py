@@ -31,7 +31,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
 from compiled_kv.csr_kernel import csr_kernel
-from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel, size_of, stride_of
+from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 
@@ -61,9 +61,10 @@ def _launch(
 ) -> None:  # fmt: skip
     """`kv_last_page_len` None: `kv_indptr` is given, not written."""
     pool, batch_size, capacity = given.pool, given.kv_lens.shape[0], kv_indices.shape[0]
-    made, token_map = kv_last_page_len is not None, given.token_map
+    made, token_map, parts = kv_last_page_len is not None, given.token_map, programs_a_row(batch_size, capacity)
+    ahead = clearers(capacity, parts, clear)
     launch(
-        csr_kernel, (batch_size + 1, programs_a_row(batch_size, capacity)),
+        csr_kernel, (ahead + batch_size, parts),
         pool_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, kv_lens_ptr=given.kv_lens,
         kv_start_ptr=given.kv_start, map_ptr=token_map, num_reqs_ptr=given.num_reqs,
         given_indptr_ptr=None if made else kv_indptr, kv_indptr_ptr=kv_indptr if made else None,
@@ -72,7 +73,7 @@ def _launch(
         index_stride=given.req_pool_indices.stride(0), len_stride=given.kv_lens.stride(0),
         start_stride=stride_of(given.kv_start), map_stride=stride_of(token_map),
         map_size=size_of(token_map), indptr_stride=kv_indptr.stride(0),
-        batch_size=batch_size, capacity=capacity, cap=settings.cap, PAGE_SIZE=settings.page_size,
+        clearers=ahead, batch_size=batch_size, capacity=capacity, cap=settings.cap, PAGE_SIZE=settings.page_size,
         ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
     )  # fmt: skip
 

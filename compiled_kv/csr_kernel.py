@@ -1,12 +1,13 @@
 """The one kernel behind the CSR operators.
 
-Grid (B + 1, parts): program (0, 0) takes `kv_indptr` and the last pages, the programs (0, k) clear what no row owns,
-and program (1 + i, k) writes the entries of row i. Where `kv_indptr` is not given, each row sums up those before it.
+Grid (clearers + B, parts): program (0, 0) takes `kv_indptr` and the last pages, the programs of the first `clearers`
+clear what no row owns, and program (clearers + i, k) writes the entries of row i. Where `kv_indptr` is not given, each
+row sums up those before it.
 """
 
 from __future__ import annotations
 
-from compiled_kv.columns_triton import clear_row
+from compiled_kv.columns_triton import ahead_in_line, clear_row
 from compiled_kv.launch import device_function, kernel, tl
 from compiled_kv.rows_triton import active_rows, clamped_length, load_at, page_of, through_map, value_at
 
@@ -37,16 +38,17 @@ def csr_kernel(
     pool_ptr, req_pool_indices_ptr, kv_lens_ptr, kv_start_ptr, map_ptr, num_reqs_ptr, given_indptr_ptr,
     kv_indptr_ptr, kv_indices_ptr, kv_last_page_len_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, start_stride, map_stride, map_size,
-    indptr_stride, batch_size, capacity, cap,
+    indptr_stride, clearers, batch_size, capacity, cap,
     PAGE_SIZE: tl.constexpr, ENTRY_SIZE: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) - 1
+    row = tl.program_id(0) - clearers
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
+    is_first = tl.program_id(0) + tl.program_id(1) == 0
     active = active_rows(num_reqs_ptr, batch_size)
     room = tl.zeros([], tl.int64) + capacity
     first = tl.zeros([], tl.int64)
     if given_indptr_ptr is None:
-        # Pages of the rows before, of all rows for the first program. Loaded here and not in a device function: torch's
+        # Pages of the rows before; of all rows for the clearers. Loaded here and not in a device function: torch's
         # mutation analysis follows a call's result to all its pointers, and would take the lengths for outputs.
         before = tl.where(row < 0, batch_size, row)
         for chunk in range(0, before, SCAN):
@@ -58,7 +60,7 @@ def csr_kernel(
             length = tl.where(live, clamped_length(raw, 0, cap), 0).to(tl.int64)
             pages = (length + PAGE_SIZE - 1) // PAGE_SIZE
             if kv_indptr_ptr is not None:
-                if (row < 0) & (part == 0):
+                if is_first:
                     ends = tl.minimum(first + tl.cumsum(pages, 0), room)
                     in_range = other < batch_size
                     tl.store(kv_indptr_ptr + other + 1, ends.to(tl.int32), mask=in_range)
@@ -67,10 +69,11 @@ def csr_kernel(
             first += tl.sum(pages, 0)
     if row < 0:
         if kv_indptr_ptr is not None:
-            if part == 0:
+            if is_first:
                 tl.store(kv_indptr_ptr, 0)
         if CLEAR:
-            clear_row(kv_indices_ptr, None, tl.minimum(first, room), room, part, parts, BLOCK)
+            turn = tl.program_id(0) * parts + part
+            clear_row(kv_indices_ptr, tl.minimum(first, room), room, turn, clearers * parts, BLOCK)
     else:
         end = room
         if given_indptr_ptr is not None:
@@ -86,9 +89,10 @@ def csr_kernel(
             most = (tl.zeros([], tl.int64) + pool_width) * ENTRY_SIZE
             start = tl.minimum(tl.maximum(load_at(kv_start_ptr, row, start_stride, True, 0), 0), most)
         pool_row_ptr = pool_ptr + pool_row * pool_row_stride
-        for begin in range(part * BLOCK, count, parts * BLOCK):
+        ahead = ahead_in_line(kv_indices_ptr + first)
+        for begin in range(part * BLOCK - ahead, count, parts * BLOCK):
             column = begin + tl.arange(0, BLOCK)
-            owned = column < count
+            owned = (column >= 0) & (column < count)
             slot = slots_at(pool_row_ptr, pool_stride, pool_width, start + column * PAGE_SIZE, owned, ENTRY_SIZE)
             if map_ptr is not None:
                 slot = through_map(slot, map_ptr, map_stride, map_size, owned)

@@ -33,7 +33,7 @@ from compiled_kv.checks import (
 )
 from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
-from compiled_kv.launch import BLOCK, SCAN, launch, programs_a_row, runs_kernel, size_of, stride_of
+from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 
@@ -63,8 +63,10 @@ def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
     (kv_indptr, kv_indices), pool, page_map = out, given.pool, given.page_map
     num_steps, topk = settings.num_steps, settings.topk
     capacity, branches = kv_indices.shape[1], given.seq_lens.shape[0] * topk
+    parts = programs_a_row(branches * num_steps, capacity)
+    ahead = clearers(capacity, parts * num_steps, clear)
     launch(
-        draft_kv_indices_kernel, (branches + 1, programs_a_row(branches * num_steps, capacity), num_steps),
+        draft_kv_indices_kernel, (ahead + branches, parts, num_steps),
         pool_ptr=pool, req_pool_indices_ptr=given.req_pool_indices, seq_lens_ptr=given.seq_lens,
         branch_lens_ptr=given.positions, map_ptr=page_map, kv_indptr_ptr=kv_indptr, kv_indices_ptr=kv_indices,
         pool_rows=pool.shape[0], pool_width=pool.shape[1], pool_row_stride=pool.stride(0), pool_stride=pool.stride(1),
@@ -72,8 +74,8 @@ def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
         branch_stride=0 if given.positions is None else given.positions.stride(0),
         map_stride=stride_of(page_map), map_size=size_of(page_map),
         indptr_row_stride=kv_indptr.stride(0), indices_row_stride=kv_indices.stride(0),
-        batch_size=given.seq_lens.shape[0], topk=topk, num_steps=num_steps, capacity=capacity, cap=settings.cap,
-        window=settings.window, sinks=settings.sinks, PAGE_SIZE=settings.page_size,
+        clearers=ahead, batch_size=given.seq_lens.shape[0], topk=topk, num_steps=num_steps, capacity=capacity,
+        cap=settings.cap, window=settings.window, sinks=settings.sinks, PAGE_SIZE=settings.page_size,
         ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
     )  # fmt: skip
 

@@ -1,12 +1,13 @@
 """The kernel behind `draft_kv_indices`.
 
-Grid (B * topk + 1, parts, steps): of each step, program (0, 0) takes `kv_indptr`, the programs (0, k) clear what no
-branch owns, and program (1 + i, k) writes the entries of branch i, behind those of the requests before.
+Grid (clearers + B * topk, parts, steps): of each step, program (0, 0) takes `kv_indptr`, the programs of the first
+`clearers` clear what no branch owns, and program (clearers + i, k) writes the entries of branch i, behind those of the
+requests before.
 """
 
 from __future__ import annotations
 
-from compiled_kv.columns_triton import clear_row
+from compiled_kv.columns_triton import ahead_in_line, clear_row
 from compiled_kv.csr_kernel import entry_of, slots_at
 from compiled_kv.launch import device_function, kernel, tl
 from compiled_kv.rows_triton import INT32_MAX, clamped_length, load_at, page_of, through_map
@@ -30,10 +31,11 @@ def _physical(slot, map_ptr, map_stride, map_size, mask, PAGE_SIZE: tl.constexpr
 def draft_kv_indices_kernel(
     pool_ptr, req_pool_indices_ptr, seq_lens_ptr, branch_lens_ptr, map_ptr, kv_indptr_ptr, kv_indices_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, branch_stride, map_stride, map_size,
-    indptr_row_stride, indices_row_stride, batch_size, topk, num_steps, capacity, cap, window, sinks,
+    indptr_row_stride, indices_row_stride, clearers, batch_size, topk, num_steps, capacity, cap, window,
+    sinks,
     PAGE_SIZE: tl.constexpr, ENTRY_SIZE: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    branch = tl.program_id(0).to(tl.int64) - 1
+    branch = tl.program_id(0).to(tl.int64) - clearers
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     drafts = tl.program_id(2).to(tl.int64) + 1
     room = tl.zeros([], tl.int64) + capacity
@@ -50,7 +52,7 @@ def draft_kv_indices_kernel(
         kept = _kept(clamped_length(raw, 0, cap).to(tl.int64), window, sinks)
         first += tl.sum(tl.where(other < request, (kept + drafts) * topk, 0), 0)
     if branch < 0:
-        if part == 0:
+        if tl.program_id(0) + tl.program_id(1) == 0:
             total = tl.zeros([], tl.int64)
             branches = (tl.zeros([], tl.int64) + batch_size) * topk
             for from_branch in range(0, branches, SCAN):
@@ -68,7 +70,8 @@ def draft_kv_indices_kernel(
                 total += tl.sum(count, 0)
             tl.store(kv_indptr_ptr, 0)
         if CLEAR:
-            clear_row(kv_indices_ptr, None, tl.minimum(first, room), room, part, parts, BLOCK)
+            turn = tl.program_id(0) * parts + part
+            clear_row(kv_indices_ptr, tl.minimum(first, room), room, turn, clearers * parts, BLOCK)
     else:
         pool_row = tl.load(req_pool_indices_ptr + request * index_stride).to(tl.int64)
         is_live = (pool_row >= 0) & (pool_row < pool_rows)
@@ -81,11 +84,12 @@ def draft_kv_indices_kernel(
         first += own * (kept + drafts)
         count = tl.minimum(kept + drafts, room - first)
         pool_row_ptr = pool_ptr + pool_row * pool_row_stride
-        for begin in range(part * BLOCK, count, parts * BLOCK):
+        ahead = ahead_in_line(kv_indices_ptr + first)
+        for begin in range(part * BLOCK - ahead, count, parts * BLOCK):
             column = begin + tl.arange(0, BLOCK)
             position = column + tl.where(column < front, 0, length - kept)
             position += tl.where(column < kept, 0, own * pages * PAGE_SIZE)
-            owned = column < count
+            owned = (column >= 0) & (column < count)
             slot = slots_at(pool_row_ptr, pool_stride, pool_width, position, owned & is_live, ENTRY_SIZE)
             if map_ptr is not None:
                 slot = _physical(slot, map_ptr, map_stride, map_size, owned, PAGE_SIZE)

@@ -174,6 +174,8 @@ FINE_PARTS = 264
 LONG = 1024
 HELPERS = 32
 SHARED = 512
+# Programs that clear what no row owns where rows lie behind one another: one for each multiprocessor.
+CLEARERS = 132
 # Bits behind the point of `reciprocal_of`.
 FRACTION = 20
 
@@ -221,6 +223,13 @@ def programs_a_row(batch_size: int, width: int, block: int | None = None, progra
     """Programs that share a row of `width` columns; from shapes alone, so that one graph serves every length."""
     share = (programs or PROGRAMS) // (batch_size + 1)
     return torch.sym_max(1, torch.sym_min(ceil_div(width, block or BLOCK), share))
+
+
+def clearers(capacity: int, parts: int, clear: bool) -> int:
+    """Groups of `parts` programs that clear what no row owns of so many entries; one, which all else needs, if none."""
+    if not clear:
+        return 1
+    return torch.sym_max(1, torch.sym_min(ceil_div(capacity, BLOCK), CLEARERS) // parts)
 
 
 def chunks(batch_size: int, rows: int | None = None) -> int:

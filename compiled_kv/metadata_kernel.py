@@ -43,9 +43,9 @@ def _finish_row(
     """Behind a row's pages: its cleared tail, and the slots of its tokens."""
     if CLEAR:
         # One table after the other: both in one loop took 5 % longer where most of a wide table is tail.
-        clear_row(page_row_ptr, None, live, width, part, parts, BLOCK)
+        clear_row(page_row_ptr, live, width, part, parts, BLOCK)
         if swa_row_ptr is not None:
-            clear_row(swa_row_ptr, None, live, width, part, parts, BLOCK)
+            clear_row(swa_row_ptr, live, width, part, parts, BLOCK)
     if slot_mapping_ptr is not None:
         write_slots(
             slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, map_ptr, map_stride, map_size,

@@ -62,7 +62,7 @@ def _page_table_kernel(
         page_row_ptr, None, None, 0, 0, 0, live, part, parts, None, PAGE_SIZE, False, UNIT_STRIDE, DEBUG, BLOCK,
     )  # fmt: skip
     if CLEAR:
-        clear_row(page_row_ptr, None, live, width, part, parts, BLOCK)
+        clear_row(page_row_ptr, live, width, part, parts, BLOCK)
 
 
 def _launch(

@@ -74,8 +74,8 @@ def _swa_page_table_kernel(
         live, part, parts, None, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
     )  # fmt: skip
     if CLEAR:
-        clear_row(page_row_ptr, None, live, width, part, parts, BLOCK)
-        clear_row(swa_row_ptr, None, live, width, part, parts, BLOCK)
+        clear_row(page_row_ptr, live, width, part, parts, BLOCK)
+        clear_row(swa_row_ptr, live, width, part, parts, BLOCK)
 
 
 def _launch(

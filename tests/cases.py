@@ -160,11 +160,11 @@ CASES: dict[str, Batch] = {
     "page-beyond-the-context": batch(page_size=64, seq_lens=[5, 28, 29]),
     "wide-batch": batch_of(40, num_reqs=37, num_tokens=63),
     "long-rows": batch_of(
-        40, max_context_len=200, seq_lens=[150 + i if i % 7 == 3 else i % 5 for i in range(40)], num_reqs=37
+        24, max_context_len=200, seq_lens=[150 + i if i % 7 == 3 else i % 5 for i in range(24)], num_reqs=22
     ),
     "one-long-row": batch_of(12, max_context_len=200, seq_lens=[3] * 5 + [197] + [3] * 6, num_reqs=12, window=None),
     "long-rows-without-a-row-of-the-pool": batch_of(
-        9, max_context_len=200, rows=[0, -1, 4, 9, 2, 1, 0, 3, 3], seq_lens=[199] * 9, num_reqs=8
+        9, max_context_len=120, rows=[0, -1, 4, 9, 2, 1, 0, 3, 3], seq_lens=[119] * 9, num_reqs=8
     ),
 }
 

@@ -35,7 +35,7 @@ operators = pytest.mark.parametrize("operator", CALLS)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take four columns, rows or tokens at a time: every loop goes round."""
     if INTERPRETED:
-        names = ("BLOCK", "CHUNK", "SCAN", "TOKENS", "ROW_TOKENS", "PROGRAMS")
+        names = ("BLOCK", "CHUNK", "SCAN", "TOKENS", "ROW_TOKENS", "PROGRAMS", "CLEARERS")
         take_small_sizes(monkeypatch, dict.fromkeys(names, 4))
 
 

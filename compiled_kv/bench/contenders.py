@@ -18,6 +18,7 @@ from compiled_kv import updates
 from compiled_kv.bench import baselines_torch
 from compiled_kv.bench.inputs import Inputs, aligned
 from compiled_kv.launch import INTERPRETED, triton
+from compiled_kv.layout import ceil_div
 
 Step = Callable[[int], Any]
 GROW = 1024  # tokens by which the incremental form's requests may grow while they are timed
@@ -145,7 +146,7 @@ def floors(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
     from compiled_kv.bench import floors as kernels
 
     tables = 1 if given.full_to_swa is None else 2
-    count = max(given.live_pages * tables, 1)
+    count = max(ceil_div(given.live_pages * tables, kernels.UNIT), 1) * kernels.UNIT
     source, target = aligned(torch.zeros(2, count, dtype=torch.int32, device=given.rows.device))
     slots = torch.zeros(given.cell.batch, dtype=torch.int32, device=given.rows.device)
     filled = [torch.empty_like(out.page_table) for _ in range(tables)]
