@@ -19,7 +19,7 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_distinct, check_distinct_fake, check_tail
-from compiled_kv.launch import BLOCK, kernel, launch, programs_a_row, runs_kernel, stride_of, tl
+from compiled_kv.launch import BLOCK, dependent_launch, kernel, launch, programs_a_row, runs_kernel, stride_of, tl
 from compiled_kv.rows_triton import load_at, page_of
 
 INPUTS = ("block_tables", "num_blocks", "req_pool_indices", "block_sizes", "reach", "num_computed_tokens")
@@ -31,8 +31,10 @@ def _gather_block_tables_kernel(
     pool_ptr, num_blocks_ptr, req_pool_indices_ptr, block_sizes_ptr, reach_ptr, computed_ptr, page_table_ptr,
     pool_rows, pool_group_stride, pool_row_stride, pool_stride, count_group_stride, count_stride, index_stride,
     block_size_stride, reach_stride, computed_stride, page_group_stride, page_row_stride,
-    batch_size, width, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
+    batch_size, width, CLEAR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     row, group = tl.program_id(0), tl.program_id(2)
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     pool_row = load_at(req_pool_indices_ptr, row, index_stride, row < batch_size, -1)
@@ -71,7 +73,7 @@ def _launch(out: Tensor, given: Given, clear: bool) -> None:
         count_group_stride=num_blocks.stride(0), count_stride=num_blocks.stride(1), index_stride=indices.stride(0),
         block_size_stride=stride_of(block_sizes), reach_stride=stride_of(reach), computed_stride=stride_of(computed),
         page_group_stride=out.stride(0), page_row_stride=out.stride(1), batch_size=indices.shape[0], width=width,
-        CLEAR=clear, BLOCK=BLOCK,
+        CLEAR=clear, PDL=False, BLOCK=BLOCK,
     )  # fmt: skip
 
 

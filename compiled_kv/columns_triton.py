@@ -15,8 +15,9 @@ from compiled_kv.rows_triton import BAD_SLOT, UNMAPPED, page_of, report, swa_pag
 SHORT = constexpr(LEAST)
 # The most columns that a program writes at once, in SHORT of them.
 AT_ONCE = constexpr(4)
-# Bytes that a warp writes at once where its lanes write 4 each.
-LINE = constexpr(128)
+# Entries that a warp writes at once. Who writes from a column on, begins at a multiple of these ahead of it: else warps
+# meet within sectors of memory, each writes a part of them, and that takes up to three times as long.
+LINE = constexpr(32)
 
 
 @device_function
@@ -186,18 +187,10 @@ def fill_row(
 
 
 @device_function
-def ahead_in_line(ptr):
-    """Entries between where a line of memory begins and `ptr`, which lies in it. Whoever writes from `ptr` on, begins
-    there: warps that meet within a sector each write a part of it, which takes longer."""
-    SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    return (ptr.to(tl.int64) // SIZE) % (LINE // SIZE)
-
-
-@device_function
 def clear_row(row_ptr, live, width, part, parts, BLOCK: tl.constexpr):
     """Write the null page to columns [live, width) of a row, `parts` programs taking turns."""
     lane = tl.arange(0, BLOCK)
-    for begin in range(live - ahead_in_line(row_ptr + live) + part * BLOCK, width, parts * BLOCK):
+    for begin in range(live // LINE * LINE + part * BLOCK, width, parts * BLOCK):
         is_own = lane >= tl.maximum(live - begin, 0).to(tl.int32)
         is_own &= lane < tl.minimum(width - begin, BLOCK).to(tl.int32)
         tl.store(row_ptr + begin + lane, tl.zeros([BLOCK], tl.int32), mask=is_own)

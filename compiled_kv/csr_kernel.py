@@ -7,8 +7,8 @@ row sums up those before it.
 
 from __future__ import annotations
 
-from compiled_kv.columns_triton import ahead_in_line, clear_row
-from compiled_kv.launch import device_function, kernel, tl
+from compiled_kv.columns_triton import LINE, clear_row
+from compiled_kv.launch import dependent_launch, device_function, kernel, tl
 from compiled_kv.rows_triton import active_rows, clamped_length, load_at, page_of, through_map, value_at
 
 
@@ -39,8 +39,11 @@ def csr_kernel(
     kv_indptr_ptr, kv_indices_ptr, kv_last_page_len_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, start_stride, map_stride, map_size,
     indptr_stride, clearers, batch_size, capacity, cap,
-    PAGE_SIZE: tl.constexpr, ENTRY_SIZE: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ENTRY_SIZE: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     row = tl.program_id(0) - clearers
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     is_first = tl.program_id(0) + tl.program_id(1) == 0
@@ -89,8 +92,7 @@ def csr_kernel(
             most = (tl.zeros([], tl.int64) + pool_width) * ENTRY_SIZE
             start = tl.minimum(tl.maximum(load_at(kv_start_ptr, row, start_stride, True, 0), 0), most)
         pool_row_ptr = pool_ptr + pool_row * pool_row_stride
-        ahead = ahead_in_line(kv_indices_ptr + first)
-        for begin in range(part * BLOCK - ahead, count, parts * BLOCK):
+        for begin in range(part * BLOCK - first % LINE, count, parts * BLOCK):
             column = begin + tl.arange(0, BLOCK)
             owned = (column >= 0) & (column < count)
             slot = slots_at(pool_row_ptr, pool_stride, pool_width, start + column * PAGE_SIZE, owned, ENTRY_SIZE)

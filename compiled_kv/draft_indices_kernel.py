@@ -7,9 +7,9 @@ requests before.
 
 from __future__ import annotations
 
-from compiled_kv.columns_triton import ahead_in_line, clear_row
+from compiled_kv.columns_triton import LINE, clear_row
 from compiled_kv.csr_kernel import entry_of, slots_at
-from compiled_kv.launch import device_function, kernel, tl
+from compiled_kv.launch import dependent_launch, device_function, kernel, tl
 from compiled_kv.rows_triton import INT32_MAX, clamped_length, load_at, page_of, through_map
 
 
@@ -33,8 +33,11 @@ def draft_kv_indices_kernel(
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, branch_stride, map_stride, map_size,
     indptr_row_stride, indices_row_stride, clearers, batch_size, topk, num_steps, capacity, cap, window,
     sinks,
-    PAGE_SIZE: tl.constexpr, ENTRY_SIZE: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ENTRY_SIZE: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     branch = tl.program_id(0).to(tl.int64) - clearers
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     drafts = tl.program_id(2).to(tl.int64) + 1
@@ -84,8 +87,7 @@ def draft_kv_indices_kernel(
         first += own * (kept + drafts)
         count = tl.minimum(kept + drafts, room - first)
         pool_row_ptr = pool_ptr + pool_row * pool_row_stride
-        ahead = ahead_in_line(kv_indices_ptr + first)
-        for begin in range(part * BLOCK - ahead, count, parts * BLOCK):
+        for begin in range(part * BLOCK - first % LINE, count, parts * BLOCK):
             column = begin + tl.arange(0, BLOCK)
             position = column + tl.where(column < front, 0, length - kept)
             position += tl.where(column < kept, 0, own * pages * PAGE_SIZE)

@@ -16,7 +16,7 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
-from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, tl
+from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.rows_triton import load_at, page_of
@@ -29,8 +29,10 @@ FIELDS = ("positions", "slot_mapping", "seq_lens")
 def _advance_draft_kernel(
     positions_ptr, pool_ptr, seq_lens_ptr, next_positions_ptr, slot_mapping_ptr, next_seq_lens_ptr,
     pool_width, pool_row_stride, pool_stride, position_stride, seq_stride, batch_size, num_tokens, cap,
-    PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PDL: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_batch = row < batch_size
     held = load_at(positions_ptr, row, position_stride, in_batch, 0)
@@ -63,7 +65,7 @@ def _launch(
         slot_mapping_ptr=slot_mapping, next_seq_lens_ptr=new_seq_lens, pool_width=block_table.shape[1],
         pool_row_stride=block_table.stride(0), pool_stride=block_table.stride(1),
         position_stride=positions.stride(0), seq_stride=seq_lens.stride(0), batch_size=positions.shape[0],
-        num_tokens=tokens, cap=cap, PAGE_SIZE=page_size, TOKENS=TOKENS,
+        num_tokens=tokens, cap=cap, PAGE_SIZE=page_size, PDL=False, TOKENS=TOKENS,
     )  # fmt: skip
 
 

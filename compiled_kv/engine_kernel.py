@@ -6,7 +6,7 @@ program (1 + i, k) writes the pages of row i. What an engine did not ask for has
 
 from __future__ import annotations
 
-from compiled_kv.launch import device_function, kernel, tl
+from compiled_kv.launch import dependent_launch, device_function, kernel, tl
 from compiled_kv.rows_triton import (
     INT32_MAX,
     clamped_length,
@@ -82,9 +82,11 @@ def write_metadata_kernel(
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, seq_stride, q_stride, slots_stride, num_slots,
     map_stride, map_size, page_map_stride, page_map_size, page_row_stride, page_stride, swa_row_stride, swa_stride,
     batch_size, width, num_tokens, delta, q_len, cap,
-    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    SCAN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     row = tl.program_id(0) - 1
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     if row < 0:

@@ -21,7 +21,7 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
-from compiled_kv.launch import TOKENS, kernel, launch, runs_kernel, stride_of, tl
+from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.rows_triton import INT32_MAX, load_at, page_of, row_of_token
@@ -35,8 +35,10 @@ def _group_slot_mappings_kernel(
     pool_ptr, block_sizes_ptr, req_pool_indices_ptr, cu_seqlens_q_ptr, positions_ptr, sharded_ptr, slot_mapping_ptr,
     pool_rows, pool_width, pool_group_stride, pool_row_stride, pool_stride, block_size_stride, index_stride, cu_stride,
     position_stride, sharded_stride, slot_group_stride, batch_size, num_positions, num_tokens,
-    cp_size, cp_rank, cp_interleave, TOKENS: tl.constexpr,
+    cp_size, cp_rank, cp_interleave, PDL: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     group = tl.program_id(1)
     row = row_of_token(token, cu_seqlens_q_ptr, cu_stride, batch_size)
@@ -75,7 +77,8 @@ def _launch(out: Tensor, given: Given, cp_size: int, cp_rank: int, cp_interleave
         block_size_stride=block_sizes.stride(0), index_stride=indices.stride(0), cu_stride=cu_seqlens_q.stride(0),
         position_stride=positions.stride(0), sharded_stride=stride_of(sharded),
         slot_group_stride=out.stride(0), batch_size=indices.shape[0], num_positions=positions.shape[0],
-        num_tokens=out.shape[1], cp_size=cp_size, cp_rank=cp_rank, cp_interleave=cp_interleave, TOKENS=TOKENS,
+        num_tokens=out.shape[1], cp_size=cp_size, cp_rank=cp_rank, cp_interleave=cp_interleave,
+        PDL=False, TOKENS=TOKENS,
     )  # fmt: skip
 
 

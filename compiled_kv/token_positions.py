@@ -17,7 +17,7 @@ from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
-from compiled_kv.launch import TOKENS, device_function, kernel, launch, runs_kernel, stride_of, tl
+from compiled_kv.launch import TOKENS, dependent_launch, device_function, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.rows_triton import INT32_MAX, load_at, row_of_token
 
@@ -42,8 +42,10 @@ def tokens_held(
 def _place_tokens_kernel(
     seq_lens_ptr, cu_seqlens_q_ptr, req_pool_indices_ptr, next_positions_ptr, batch_indices_ptr, next_seq_lens_ptr,
     pool_rows, seq_stride, cu_stride, index_stride, batch_size, num_tokens, num_rows,
-    COUNTED: tl.constexpr, TOKENS: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        dependent_launch()
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row = row_of_token(token, cu_seqlens_q_ptr, cu_stride, batch_size)
     owned = (token < num_tokens) & (row < batch_size)
@@ -89,7 +91,7 @@ def _place_tokens_in_place(
             next_positions_ptr=positions, batch_indices_ptr=batch_indices, next_seq_lens_ptr=seq_lens,
             pool_rows=held.shape[0], seq_stride=held.stride(0), cu_stride=cu_seqlens_q.stride(0),
             index_stride=stride_of(req_pool_indices), batch_size=batch_size, num_tokens=tokens, num_rows=rows,
-            COUNTED=counted, TOKENS=TOKENS,
+            COUNTED=counted, PDL=False, TOKENS=TOKENS,
         )  # fmt: skip
         return
     token = cpu.iota(tokens, positions)

@@ -58,7 +58,7 @@ INTS = {
     "pool_group_stride", "count_group_stride", "count_stride", "block_size_stride", "reach_stride", "computed_stride",
     "page_group_stride", "sharded_stride", "slot_group_stride", "num_positions", "cp_size", "cp_rank", "cp_interleave",
     "indptr_stride", "capacity", "branch_stride", "indptr_row_stride", "indices_row_stride", "topk", "num_steps",
-    "sinks", "num_rows", "line_stride", "parts", "helpers", "reciprocal",
+    "sinks", "num_rows", "line_stride", "parts", "helpers", "reciprocal", "clearers",
 }  # fmt: skip
 # The first value is the common one; the others are built besides it.
 CONSTANTS: dict[str, tuple[object, ...]] = {
@@ -222,6 +222,14 @@ def test_kernel_builds_elsewhere(name, target):
 @pytest.mark.parametrize("name", sorted(name for name in CASES if name.endswith("-PDL=True")))
 def test_kernel_with_dependent_launch_builds_beyond_sm_90(name, target):
     assert build(name, target).binary.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_kernel_may_start_early_and_waits_before_it_reads_or_writes(name):
+    """NOTE [Dependent launch] in launch.py."""
+    ttir = build(f"{name.strip('_').removesuffix('_kernel')}-PDL=True", "sm_90").ttir
+    first = min(at for word in ("tt.load", "tt.store", "tt.atomic") if (at := ttir.find(word)) >= 0)
+    assert 0 <= ttir.find("griddepcontrol.wait") < first
 
 
 @every_case
