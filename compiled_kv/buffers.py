@@ -92,6 +92,7 @@ class DecodeBuffers(nn.Module):
         self._pool_rows, self._longest = req_to_token.shape[0], layout.max_seqlen_k - seq_len_delta
         self._plain, self._heads = not (ragged or given_slots), self._places["token_ids"]
         self._make(req_to_token.device, full_to_swa is not None or page_map is not None)
+        self._loaded = 0
         self._bind()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -189,6 +190,11 @@ class DecodeBuffers(nn.Module):
         """int64 [M * Q]; 0 beyond the tokens loaded, which are one a query or, of a fixed `q_len`, one a row."""
         return self._input("token_ids")
 
+    @property
+    def loaded(self) -> int:
+        """Requests of the batch that was loaded last, as the host knows them; 0 where none was since `reset`."""
+        return self._loaded
+
     def out(self) -> DecodeMetadata:
         """The whole persistent outputs."""
         return DecodeMetadata(*(getattr(self, name) for name in DecodeMetadata._fields))
@@ -237,6 +243,7 @@ class DecodeBuffers(nn.Module):
             if tensor is not None:
                 tensor.zero_()
         clear_held(self.held)
+        self._loaded = 0
 
     def load(self, batch: DecodeBatch) -> int:
         """Refresh the inputs, with one copy to the device or, where the batch is there already, none; the rest is
@@ -281,7 +288,8 @@ class DecodeBuffers(nn.Module):
         else:
             self._fill(ring, batch)
         ring.send(self._heads[token_ids is not None])
-        return len(rows)
+        self.__dict__["_loaded"] = size = len(rows)  # a module takes long to set an attribute
+        return size
 
     def _fill(self, ring: Ring, batch: DecodeBatch) -> None:
         """Fill the ring's next line with a batch of ints."""
@@ -329,7 +337,7 @@ class DecodeBuffers(nn.Module):
             begin, end = self._places[name]
             self.inputs[begin : begin + len(values)].copy_(values)
             self.inputs[begin + len(values) : end].fill_(-1 if name == "slots" else 0)
-        size = len(batch.rows)
+        self._loaded = size = len(batch.rows)
         self.num_reqs.fill_(size)
         return size
 

@@ -317,6 +317,35 @@ def test_a_batch_is_padded_to_its_bucket(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("tensors", [False, True], ids=["ints", "tensors"])
+def test_a_replay_of_fewer_requests_than_were_loaded_is_refused(tensors: bool, device: str) -> None:
+    """Nobody would be left out of a bucket: `num_reqs` on the device says who is live. A larger bucket only pads."""
+    step = graphs(device=device)
+    fields = [3, 1, 0], [9, 5, 2], [1, 4, 0]
+    batch = DecodeBatch(*(torch.tensor(field, device=device) if tensors else field for field in fields))
+    step.buffers.load(batch)
+    assert step.replay(3).cache_seqlens.tolist() == step.replay(4).cache_seqlens.tolist() == [9, 5, 2, 0]
+    for size in (0, 1, 2):
+        with pytest.raises(ValueError, match=f"size must be at least the 3 requests that were loaded, got {size}: to"):
+            step.replay(size)
+    step(DecodeBatch([3], [9], [1]))
+    assert step.replay(1).cache_seqlens.tolist() == [9, 0]
+    step.buffers.reset()
+    assert step.replay(0).cache_seqlens.tolist() == [0, 0]
+
+
+@devices
+def test_a_row_added_on_the_device_is_replayed_by_a_larger_size(device: str) -> None:
+    step = graphs(device=device)
+    step.buffers.load(DecodeBatch([3, 1], [9, 5], [1, 4]))
+    for tensor, value in ((step.buffers.num_reqs, 3), (step.buffers.seq_lens[2:3], 7)):
+        tensor.fill_(value)
+    assert step.replay(3).cache_seqlens.tolist() == [9, 5, 7, 0]
+    step.buffers.num_reqs.fill_(1)
+    assert step.replay(2).cache_seqlens.tolist() == [9, 0]
+
+
+@devices
 def test_arguments_are_held_to_their_capture(device: str) -> None:
     bias = torch.zeros(1, device=device)
     step = graphs(scaled, device, args=(2.0, {"bias": bias, "name": "x"}))

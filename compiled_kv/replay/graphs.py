@@ -111,8 +111,23 @@ class DecodeGraphs:
         return self._run(self.buffers.load(batch) if self._mailbox is None else self._send(batch, self._mailbox))
 
     def replay(self, size: int, *args: Any, **kwargs: Any) -> Any:
-        """The same for the first `size` requests that are in the buffers already; what else was loaded is left out."""
+        """Run the step for what is in the buffers already, by the graph of the smallest bucket that holds `size`.
+
+        How many rows are live, `num_reqs` on the device says: `size` picks the bucket, and leaves nobody out.
+
+        Args:
+            size: the requests that were loaded, or more where rows were added on the device.
+            args, kwargs: as when called.
+
+        Raises:
+            ValueError: `size` is beyond the largest bucket, or below what was loaded; or as when called.
+        """
         check_int("size", size, 0, self.batch_sizes[-1])
+        if size < self.buffers.loaded:
+            raise ValueError(
+                f"size must be at least the {self.buffers.loaded} requests that were loaded, got {size}: to leave some "
+                "out, load a batch without them"
+            )
         self.buffers.check_stream()
         self._places.check()
         if args or kwargs:
