@@ -15,7 +15,7 @@ COMMANDS = {
 
 
 class Misused(click.ClickException):
-    """A wrong command, option or value: one line, exit status 2."""
+    """A wrong command, option or value, or a command whose extra is missing: one line, exit status 2."""
 
     exit_code = 2
 
@@ -35,9 +35,7 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("compiled_kv"):
                 raise
-            raise click.ClickException(
-                f"{cmd_name} needs {error.name}: pip install 'compiled_kv[cli,models]'"
-            ) from None
+            raise Misused(f"{cmd_name} needs {error.name}: pip install 'compiled_kv[cli,models]'") from None
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

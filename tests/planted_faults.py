@@ -301,6 +301,32 @@ class Feeding:
 FEEDING = Feeding()
 
 
+class Masked(DecodeBuffers):
+    """Buffers with a mask of the tokens that a row sees, and a page table of the step's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        shape = self.max_batch_size, self.layout.max_seqlen_k
+        self.register_buffer("mask", torch.zeros(shape, dtype=torch.bool, device=self.inputs.device), persistent=False)
+        self.register_buffer("own_table", torch.zeros_like(self.page_table), persistent=False)
+
+
+def mask_of(buffers: Any, lengths: Tensor) -> Tensor:
+    return torch.arange(buffers.layout.max_seqlen_k, device=lengths.device) < lengths[:, None]
+
+
+def unclearing_step(buffers: Any, batch_size: int) -> Tensor:
+    """A mask gets bits and loses none."""
+    mask = buffers.mask[:batch_size]
+    return mask.logical_or_(mask_of(buffers, buffers.metadata(batch_size).cache_seqlens))
+
+
+def copying_step(buffers: Any, batch_size: int) -> Tensor:
+    """Live columns are copied into a table of the step's own, whose tails nobody clears."""
+    table, wanted = buffers.own_table[:batch_size], buffers.metadata(batch_size).page_table
+    return table.copy_(torch.where(wanted > 0, wanted, table))
+
+
 class Alternating:
     """A Python int that is not what it was at capture."""
 
@@ -341,6 +367,8 @@ FAULTS: dict[str, Fault] = {
     "memory-taken-in-each-step": Fault("allocation", buffers=Allocating, runs_on=("cuda",)),
     "staging-refilled-early": Fault("late input", buffers=EarlyRefill, runs_on=("cuda",)),
     "output-fed-back": Fault("output fed back", step=FEEDING, args=(Each(lambda: FEEDING.last),)),
+    "own-mask-never-cleared": Fault("wrong output", step=unclearing_step, buffers=Masked),
+    "own-tails-kept": Fault("wrong output", step=copying_step, buffers=Masked),
     "number-remembered": Fault("wrong output", step=Remembering()),
 }
 """Every mistake by a name of its own."""

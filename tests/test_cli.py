@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 testing = pytest.importorskip("click.testing")
@@ -64,3 +66,17 @@ def test_what_is_wrong_is_said_in_one_line(command: str, message: str) -> None:
     status, text = run(*command.split())
     assert status == 2
     assert message in text and text.count("\n") == 1 and text.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("missing", "forgotten"), [("transformers", ()), ("rich.console", ("compiled_kv.demo.command",))]
+)
+def test_what_the_demo_lacks_is_named_with_what_installs_it(
+    missing: str, forgotten: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the models are missing, and where a module that the command imports is."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    for name in forgotten:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    status, text = run("demo", "--requests", "1")
+    assert (status, text) == (2, f"Error: demo needs {missing}: pip install 'compiled_kv[cli,models]'\n")

@@ -23,7 +23,7 @@ from compiled_kv.replay.scenarios import MODES, Event, Scenario, parse_events, s
 from compiled_kv.replay.scheduler import Scheduler, play
 from tests.cases import DEVICES, needs_cuda, pool_of_pages
 from tests.conftest import INTERPRETED
-from tests.planted_faults import FAULTS
+from tests.planted_faults import FAULTS, Masked, mask_of
 
 pytest_plugins = ["pytester"]
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -153,6 +153,19 @@ def test_there_are_more_than_fifteen_faults_with_a_dozen_names() -> None:
     assert len({fault.name for fault in FAULTS.values()}) >= 12
 
 
+@devices
+def test_what_a_subclass_registers_may_be_read_and_is_as_it_was_made_in_the_eager_run(device: str) -> None:
+    """A step that writes it whole is right; one that goes on from the step before is not."""
+
+    def whole(buffers: Any, batch_size: int) -> Tensor:
+        wanted = mask_of(buffers, buffers.metadata(batch_size).cache_seqlens)
+        return buffers.mask[:batch_size].copy_(wanted)
+
+    assert check_replay(whole, walk(serving(), 20), device=device, backend=None, buffers=Masked).steps == 20
+    with pytest.raises(AttributeError, match=r"a checked step cannot read buffers\.held"):
+        check_replay(lambda b, n: (b.metadata(n), b.held), device=device, backend=None, buffers=Masked)
+
+
 class Growing:
     """A cache that is taken anew in a step, for more room, say."""
 
@@ -275,6 +288,12 @@ def test_what_is_no_step_and_no_batch_is_refused_by_name() -> None:
 def test_a_scenario_without_a_request_proves_nothing() -> None:
     with pytest.raises(ValueError, match=r"^scenario must have a request, got 2 steps without one: idle$"):
         check_replay(scenario=Scenario("idle", serving(), (Event("step"), Event("step"))), backend=None)
+
+
+@pytest.mark.parametrize("events", [(), (Event("join", 9),)], ids=len)
+def test_a_scenario_without_a_step_proves_nothing(events: tuple[Event, ...]) -> None:
+    with pytest.raises(ValueError, match=f"^scenario must have a step, got {len(events)} events without one: idle$"):
+        check_replay(scenario=Scenario("idle", serving(), events), backend=None)
 
 
 def test_buckets_come_in_a_list() -> None:
@@ -617,6 +636,7 @@ def reads(buffers, batch_size):
         (["--events", "short.txt", "--mode", "decode"], 0, "decode: short.txt: 1 steps, 1 requests"),
         (["--scenario", "walk", "--steps", "1", "--mode", "decode"], 0, "decode: walk, seed 0: 1 steps, 1 requests"),
         (["--events", "idle.txt"], 2, "decode: scenario must have a request, got 2 steps without one: idle.txt"),
+        (["--events", "joins.txt"], 2, "decode: scenario must have a step, got 1 events without one: joins.txt"),
         (["--events", "steps.py"], 2, "steps.py: line 2 must be one of join, finish"),
         (["--events", "none.txt"], 2, "none.txt: No such file"),
         (["--trace", "none.csv"], 2, "none.csv: No such file"),
@@ -637,6 +657,7 @@ def test_command(
     (tmp_path / "broken.py").write_text("def step(:\n")
     (tmp_path / "short.txt").write_text("join 20\nstep 0\n")
     (tmp_path / "idle.txt").write_text("step 0\nstep 0\n")
+    (tmp_path / "joins.txt").write_text("join 20\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "steps", raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def demo(
 
     Exit status 1 if a token differs or a step was not compiled whole, 2 for an argument that cannot be used.
     """
+    check_extra()
     check_device(device)
     check_number("--scale", scale, 1e-9, 1e9)
     check_number("--pool", pool, 0, 16)
@@ -84,6 +86,12 @@ def demo(
     show(results, console)
     if not all(result.ok for result in results):
         raise SystemExit(1)
+
+
+def check_extra() -> None:
+    """Refuse to begin without what the models are built with."""
+    if find_spec("transformers") is None:
+        raise Unusable("demo needs transformers: pip install 'compiled_kv[cli,models]'")
 
 
 def check_device(device: str) -> None:

@@ -27,7 +27,7 @@ from compiled_kv.replay.holdings import Planned, Serving
 from compiled_kv.replay.names import Difference
 from compiled_kv.replay.pools import apply, contents, make_pools
 from compiled_kv.replay.reference import Expected
-from compiled_kv.replay.reference_buffers import ReferenceBuffers
+from compiled_kv.replay.reference_buffers import ReferenceBuffers, added_to
 from compiled_kv.replay.scenarios import Event, Scenario, serving, shorter, story
 from compiled_kv.replay.scheduler import Scheduler, play
 from compiled_kv.replay.watch import Different, DispatchReads, FunctionReads, naming, uncompiled, watched
@@ -64,7 +64,7 @@ class ReplayFault(AssertionError):
 
 
 class EmptyScenario(ValueError):
-    """No step had a request, so nothing of the decode step was looked at."""
+    """There was no step, or none had a request, so nothing of the decode step was looked at."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def check_replay(
 
     Raises:
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
-        ValueError: a number is out of bounds, a step has more requests than the largest bucket, or no step has any.
+        ValueError: a number is out of bounds, a step has more requests than the largest bucket, or there is no step, or
+            none has any.
         TypeError: `decode_step` cannot be called, or `scenario` is none.
     """
     check_callable(decode_step)
@@ -128,8 +129,8 @@ def check_replay(
     )
     try:
         report = player.play(scenario)
-        if report.requests == 0 and steps != 0:
-            raise EmptyScenario(f"scenario must have a request, got {report.steps} steps without one: {scenario.name}")
+        if steps != 0:
+            refuse_empty(scenario, report)
         return report
     except ReplayFault as fault:
         if not attempts or fault.step == 0:
@@ -138,6 +139,16 @@ def check_replay(
     played = scenario.first(found.step)
     events = shorter(played.events, lambda events: player.fails(replace(played, events=events), found.fault), attempts)
     raise player.failure(replace(played, events=events)) or found
+
+
+def refuse_empty(scenario: Scenario, report: ReplayReport) -> None:
+    """Refuse a scenario that was played and proved nothing."""
+    if report.steps == 0:
+        raise EmptyScenario(
+            f"scenario must have a step, got {len(scenario.events)} events without one: {scenario.name}"
+        )
+    if report.requests == 0:
+        raise EmptyScenario(f"scenario must have a request, got {report.steps} steps without one: {scenario.name}")
 
 
 class Player:
@@ -180,10 +191,10 @@ class Player:
             ragged=given.mode == "extend", seq_len_delta=given.delta, full_to_swa=pools.get("full_to_swa"),
             page_map=pools.get("page_map"),
         )  # fmt: skip
-        number = 0
+        number, added = 0, added_to(buffers)
         with naming(lambda difference: ReplayFault(difference, number, scenario)):
             expected = Expected(given, buffers.held.shape[1])
-            self._look_for_reads(Expected(given, expected.parts), buffers)
+            self._look_for_reads(Expected(given, expected.parts), buffers, added)
             sizes = self.batch_sizes or powers_of_two(given.max_batch_size)
             graphs = self.make_graphs(self.step, buffers, sizes, *self._arguments(), backend=None)
             scheduler, values, places = Scheduler(given), 0, Places(buffers)
@@ -203,7 +214,8 @@ class Player:
                 records = buffers.held[:, 0]  # one for each row, however many programs keep one
                 values += sum(t.numel() for t in (buffers.inputs, *buffers.out(), records) if t is not None)
                 if self.outputs_every and number % self.outputs_every == 0:
-                    self._compare_outputs(outputs, ReferenceBuffers(expected, buffers), expected, args, kwargs)
+                    reference = ReferenceBuffers(expected, buffers, added)
+                    self._compare_outputs(outputs, reference, expected, args, kwargs)
         return ReplayReport(
             scenario.name, number, scheduler.joined, scheduler.preemptions, tuple(graphs.batch_sizes), values
         )
@@ -214,12 +226,12 @@ class Player:
 
         return tuple(map(now, self.args)), {name: now(value) for name, value in self.kwargs.items()}
 
-    def _look_for_reads(self, expected: Expected, buffers: DecodeBuffers) -> None:
+    def _look_for_reads(self, expected: Expected, buffers: DecodeBuffers, added: Mapping[str, Tensor]) -> None:
         """One eager run with no live row, in which nothing may be read back, and the metadata must be asked for."""
         size = expected.serving.max_batch_size
         expected.step(planned_nobody(expected.serving), size)
         args, kwargs = self._arguments()
-        reference = ReferenceBuffers(expected, buffers)
+        reference = ReferenceBuffers(expected, buffers, added)
         with torch.no_grad(), FunctionReads(), DispatchReads():
             self.eager(reference, size, *args, **kwargs)
         if not reference.is_asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,25 @@ from compiled_kv.replay.names import SLOTS
 from compiled_kv.replay.reference import Expected
 from compiled_kv.updates import first_rows
 
+OWN = {"inputs", "held", "status", "req_to_token", "full_to_swa", "page_map", *DecodeMetadata._fields}
+
+
+def added_to(buffers: DecodeBuffers) -> dict[str, Tensor]:
+    """Copies of what a subclass registered beside the buffers that every set has, by name."""
+    return {name: t.clone() for name, t in buffers._buffers.items() if name not in OWN and t is not None}
+
 
 class ReferenceBuffers:
-    """The attributes and `metadata` of `DecodeBuffers`, filled with what is expected of them."""
+    """The attributes and `metadata` of `DecodeBuffers`, filled with what is expected of them.
 
-    def __init__(self, expected: Expected, buffers: DecodeBuffers) -> None:
-        self.is_asked = False
+    Args:
+        expected: the step.
+        buffers: the real ones.
+        added: what a subclass registered, as it was when made: each run gets copies of its own.
+    """
+
+    def __init__(self, expected: Expected, buffers: DecodeBuffers, added: Mapping[str, Tensor]) -> None:
+        self.is_asked, self._added = False, {name: tensor.clone() for name, tensor in added.items()}
         self.layout, self.max_batch_size, self.q_len = buffers.layout, buffers.max_batch_size, buffers.q_len
         self.seq_len_delta, self.pad_seqlen = buffers.seq_len_delta, buffers.pad_seqlen
         self.req_to_token, self.full_to_swa = buffers.req_to_token, buffers.full_to_swa
@@ -36,6 +50,8 @@ class ReferenceBuffers:
         self._out = DecodeMetadata(*map(made, DecodeMetadata._fields))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_added", ()):
+            return self._added[name]
         raise AttributeError(
             f"a checked step cannot read buffers.{name}: use the inputs and what buffers.metadata(...) returns"
         )
