@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_kv import DecodeBuffers, KVLayout, host
+
 
 def _reading(pool: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
     return pool[rows, : int(lens.max())] + 1
@@ -72,6 +74,37 @@ def leaving() -> None:
 
 def mismatched() -> Any:
     return (lambda x: x @ x), (torch.zeros(2, 3),)
+
+
+def apart() -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return _product(x, y)
+
+    return step, (torch.zeros(2, 2), host(torch.zeros(2, 2)))
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+def short() -> Any:
+    return _product, (torch.zeros(2, 2),)
+
+
+def _served(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+    return buffers.metadata(batch_size).page_table
+
+
+def _buffers() -> DecodeBuffers:
+    return DecodeBuffers(KVLayout(4, 16), torch.zeros(2, 16, dtype=torch.int64), max_batch_size=4)
+
+
+def sized() -> Any:
+    return _served, (_buffers(), 4)
+
+
+def closed() -> Any:
+    return lambda buffers: _served(buffers, 4), (_buffers(),)
 
 
 def unmade() -> None:

@@ -14,6 +14,7 @@ import pytest
 click_testing = pytest.importorskip("click.testing")
 
 from compiled_kv.auditor.command import command  # noqa: E402
+from tests import audit_entry  # noqa: E402
 
 pytest_plugins = ["pytester"]
 
@@ -31,7 +32,7 @@ def test_clean_step_exits_0() -> None:
 def test_findings_exit_1_and_name_the_line() -> None:
     status, text = run("tests.audit_entry:reading")
     assert status == 1
-    assert "host-read" in text and "int(lens.max())" in text and "audit_entry.py:12" in text
+    assert "host-read" in text and "int(lens.max())" in text and "audit_entry.py:14" in text
 
 
 def test_fail_on_decides_what_counts() -> None:
@@ -57,7 +58,7 @@ def test_page_is_self_contained_and_shows_the_line(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     run("tests.audit_entry:reading", "--html", str(page))
     text = page.read_text()
-    assert "<mark>   12  " in text and "host-read" in text and "_local_scalar_dense" in text
+    assert "<mark>   14  " in text and "host-read" in text and "_local_scalar_dense" in text
     assert "http" not in text and "<script" not in text
 
 
@@ -75,6 +76,10 @@ def test_page_is_self_contained_and_shows_the_line(tmp_path: Path) -> None:
         (["tests.audit_entry:leaving"], "leaving raised SystemExit: 3"),
         (["tests.audit_entry:raising"], "the step raised OverflowError: the step's own error"),
         (["tests.audit_entry:exiting"], "the step raised SystemExit: 3"),
+        (
+            ["tests.audit_entry:short"],
+            "the step raised TypeError: _product() missing 1 required positional argument: 'y'\n",
+        ),
         (["tests.audit_entry:mismatched"], "the step raised RuntimeError('a and b must have same reduction dim"),
         (
             ["tests.audit_entry:whole", "--target", "tpu"],
@@ -95,6 +100,30 @@ def test_bad_input_is_one_message_and_exits_2(arguments: list[str], message: str
     assert status == 2
     assert message in text and "Traceback" not in text
     assert spilt == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "said", "line"),
+    [
+        ("raising", "OverflowError: the step's own error", 59),
+        ("exiting", "SystemExit: 3", 66),
+        ("mismatched", "got [2, 3] X [2, 3].')", 76),
+        ("apart", "on the same device, but found at least two devices, cuda:0 and cpu", 87),
+    ],
+)
+def test_a_step_that_raises_is_told_with_its_line(entry: str, said: str, line: int) -> None:
+    """What torch's operator says, where dynamo's own error only names its kind."""
+    status, text = run(f"tests.audit_entry:{entry}")
+    assert status == 2 and text.endswith(f"{said}, at {audit_entry.__file__}:{line}\n")
+
+
+def test_a_batch_size_among_the_arguments_is_found_at_the_step_s_line_and_none_where_it_is_closed_over() -> None:
+    status, text = run("tests.audit_entry:sized", "--json")
+    (finding,) = json.loads(text)["findings"]
+    assert (status, finding["rule"], finding["line"]) == (1, "frozen-argument", 95)
+    assert finding["file"] == audit_entry.__file__ and "lambda buffers: step(buffers, 8)" in finding["remedy"]
+    status, text = run("tests.audit_entry:closed", "--json")
+    assert status == 0 and json.loads(text)["findings"] == []
 
 
 def test_a_file_with_the_name_of_another_module_is_not_mistaken_for_it(

@@ -363,7 +363,7 @@ def test_on_a_device_a_whole_step_is_captured_and_never_waits() -> None:
 def test_on_a_device_a_host_read_waits_at_its_line_and_is_not_captured() -> None:
     seen = apart.measure_apart("tests.audit_entry:reading")
     assert isinstance(seen, Measured), seen
-    assert Wait(audit_entry.__file__, 12) in (seen.eager_waits or ()) and seen.waited
+    assert Wait(audit_entry.__file__, 14) in (seen.eager_waits or ()) and seen.waited
     assert seen.captured is False and "capture" in seen.not_captured.lower()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-from compiled_kv.auditor import hazards, state
+from compiled_kv.auditor import hazards, places, state
 from compiled_kv.auditor.comparison import UNDECIDED
 from compiled_kv.auditor.findings import Finding, Report, merge
 from compiled_kv.tracing import counts
@@ -87,8 +87,11 @@ def check_ran(traces: Sequence[Graphs]) -> None:
         StepError: the step raised.
     """
     raised = [_of_the_step(graphs) for graphs in traces]
-    if None not in raised:
-        raise StepError(f"the step raised {raised[0]}") from traces[0].stopped
+    error = traces[0].stopped
+    if None not in raised and error is not None:
+        place = places.of_step(error)
+        where = f", at {place[0]}:{place[1]}" if place else ""
+        raise StepError(f"the step raised {raised[0]}{where}") from error
 
 
 def _of_the_step(graphs: Graphs) -> str | None:
@@ -99,10 +102,19 @@ def _of_the_step(graphs: Graphs) -> str | None:
         return None
     if isinstance(error, TorchRuntimeError) and not any(each.rule != "graph-break" for each in hazards.stopped(graphs)):
         got = re.search(r"got (\w+\(.*\))", str(error))
-        return got[1] if got else hazards.first_sentence(str(error))
-    if not isinstance(error, TorchDynamoException):
-        return f"{type(error).__name__}: {hazards.first_sentence(str(error))}".removesuffix(": ")
-    return None
+        return got[1] if got else _said(_behind(error))
+    return None if isinstance(error, TorchDynamoException) else _said(error)
+
+
+def _behind(error: BaseException) -> BaseException:
+    """What torch's operator raised, which dynamo chains behind errors of its own."""
+    while isinstance(error, TorchDynamoException) and (chained := error.__cause__ or error.__context__):
+        error = chained
+    return error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {hazards.first_sentence(str(error)).rstrip('!')}".removesuffix(": ")
 
 
 def _report(graphs: Graphs, findings: list[Finding]) -> Report:

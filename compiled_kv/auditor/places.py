@@ -13,6 +13,7 @@ from compiled_kv.tracing.events import is_torchs_or_pythons
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _OWN = str(Path(__file__).parent.parent)
+_TRACING = str(Path(__file__).parent.parent / "tracing")
 
 Place = tuple[str, int]
 
@@ -29,6 +30,13 @@ def of_traceback(error: BaseException) -> Place | None:
     """The innermost frame of the caller's that raised `error`; None where a graph did, whose nodes say it better."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     return None if "<eval_with_key>" in frames else of_text(frames)
+
+
+def of_step(error: BaseException) -> Place | None:
+    """The line of the step that raised `error`, which dynamo writes into its own errors; None where no frame is of it,
+    as where the step got too few arguments."""
+    place = of_text(str(error)) or of_traceback(error)
+    return None if place is None or place[0].startswith(_TRACING) else place
 
 
 def of_node(node: fx.Node) -> Place:

@@ -86,7 +86,10 @@ def _aliases(graph: fx.GraphModule) -> list[list[fx.Node]]:
 
 def frozen_argument(graphs: Graphs) -> Iterator[Finding]:
     """Python numbers among the arguments: a captured graph keeps the value that it was captured with."""
-    remedy = "pass a tensor on the device, or a number that never changes (a field of the layout)"
+    remedy = (
+        "pass a tensor on the device, or a field of the layout; close over a number that each capture may keep, such "
+        "as the batch size of its bucket: lambda buffers: step(buffers, 8)"
+    )
     for each in graphs.frozen:
         message = (
             f"argument {each.name} is frozen at {each.value}: another value compiles again, and a replay ignores it"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
 _PYTHON = sysconfig.get_path("stdlib")
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 _SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
@@ -83,6 +84,12 @@ def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
     """The last frame that is neither torch's nor Python's own."""
     users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])] or frames
     return users[-1] if users else ("", 0)
+
+
+def in_callers_code(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """The innermost frame that is not this package's either, where there is one."""
+    outside = [frame for frame in frames if not (is_torchs_or_pythons(frame[0]) or frame[0].startswith(_OWN))]
+    return innermost(outside or frames)
 
 
 def is_torchs_or_pythons(file: str) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Frozen, innermost
+from compiled_kv.tracing.events import Frozen, in_callers_code
 from compiled_kv.tracing.listening import Listener
 from compiled_kv.tracing.literals import without_literals
 
@@ -53,7 +53,7 @@ class Recorder(Listener):
                     # Of a number that was free first and then fixed, the guard does not say where: its first use does.
                     stack = guard.user_stack or stacks.get(f"L['{match[1]}']", ())
                     frames = [(frame.filename, frame.lineno or 0) for frame in stack]
-                    self.frozen.append(Frozen(match[1], match[2], *innermost(frames)))
+                    self.frozen.append(Frozen(match[1], match[2], *in_callers_code(frames)))
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile calls with each graph that dynamo made."""
@@ -142,7 +142,7 @@ class Recorder(Listener):
         node.meta["compiled_kv_number"] = is_argument or (is_number and len(self.dynamo) > 1)
         if is_argument:
             frames = [_FRAME.findall(user.meta.get("stack_trace") or "") for user in node.users]
-            places = [innermost([(file, int(line)) for file, line in each]) for each in frames if each]
+            places = [in_callers_code([(file, int(line)) for file, line in each]) for each in frames if each]
             self.frozen.append(Frozen(name, "", *(places[0] if places else ("", 0)), is_input=True))
 
     def _parameter(self, match: re.Match[str]) -> str:
