@@ -28,7 +28,8 @@ class DecodeBatch(NamedTuple):
     seq_lens: Ints
     """[n] committed tokens, as `decode_metadata` counts them; a query ahead of the first token has slot -1."""
     generations: Ints
-    """[n] a number that the pool row never had before, whenever the pages of its committed tokens change."""
+    """[n] a number that the pool row never had before, whenever the pages of its committed tokens change: those that a
+    step had ahead of its own queries."""
     q_lens: Ints | None = None
     """[n] queries of each request; with `ragged` buffers alone."""
     slots: Ints | None = None

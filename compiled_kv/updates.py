@@ -12,7 +12,8 @@
 `held` remembers on the device whose pages a row shows. What it may rely on is the caller's word: while a row keeps its
 pool row and its generation, the page of a committed token stays, and so does its sliding-window page as long as it is
 seen. Committed are here the tokens ahead of a step's own queries: pages beyond them (of drafts, or of a decode step's
-own token) are written anew in every call. Row reuse, preemption and copy on write raise the generation.
+own token) are written anew in every call. Row reuse, preemption and copy on write raise the generation; so does taking
+back a step that had a token ahead of its own, if the page of that token goes to another.
 """
 
 from __future__ import annotations

@@ -300,6 +300,28 @@ def test_reset_forgets_everything() -> None:
     assert all(torch.equal(fresh[name], t) for name, t in buffers.named_buffers())
 
 
+@devices
+@pytest.mark.parametrize(("taken_back", "generation"), [(1, 0), (2, 1)])
+def test_pages_of_steps_taken_back_go_to_others(taken_back: int, generation: int, device: str) -> None:
+    """Without a word where the step that had a token ahead of its own stays; else the generation is raised. The row
+    of the batch where the steps were comes back when the request has grown again elsewhere."""
+    pool = torch.full((2, 16), -1, device=device)
+    pool[0, :8] = torch.arange(4, 12)  # pages 1 and 2
+    pool[1, :4] = torch.arange(80, 84)
+    buffers = DecodeBuffers(KVLayout(page_size=4, max_context_len=16), pool, max_batch_size=4)
+
+    def tables(rows: list[int], lengths: list[int], generations: list[int]) -> list[list[int]]:
+        buffers.load(DecodeBatch(rows, lengths, generations))
+        return buffers.metadata(len(rows)).page_table.tolist()
+
+    for length in (5, 6)[:taken_back]:  # 4 tokens ahead of the first step, 5 of the second
+        assert tables([1, 1, 0], [1, 1, length], [0, 0, 0])[2] == [1, 2, 0, 0]
+    pool[0, 4:8] = torch.arange(36, 40)  # page 9
+    for length in (5, 6):
+        assert tables([0], [length], [generation]) == [[1, 9, 0, 0]]
+    assert tables([1, 1, 0], [1, 1, 7], [0, 0, generation])[2] == [1, 9, 0, 0]
+
+
 def test_draft_steps_share_a_set() -> None:
     """Several deltas in one step: each leaves the tables as its own lengths say."""
     buffers = make("verify", q_len=1)

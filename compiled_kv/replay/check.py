@@ -104,7 +104,8 @@ def check_replay(
         device: "cpu", where the step is compiled by `backend`, or a CUDA device, where it is captured.
         batch_sizes: the buckets; powers of two up to the scenario's largest batch by default.
         args, kwargs: what else the step takes; an `Each` is asked for its value before each step.
-        buffers, graphs: what to make them with.
+        buffers, graphs: what to make them with. Tensors that a subclass registers are the step's own: the eager run
+            has copies of them, as they were made.
         outputs_every: compare outputs in every so many steps; 0 for never.
         attempts: scenarios tried to find a shorter one that fails; 0 leaves it as it is.
 
