@@ -29,7 +29,7 @@ from tests.update_oracle import Tables
 
 CAPACITY, SPARE = 11, 2
 EXAMPLES = int(os.environ.get("COMPILED_KV_EXAMPLES", "200")) // 20 if INTERPRETED else 200
-ON_A_DEVICE = 40  # nearly each compiles a form of the kernel
+ON_A_DEVICE = 12  # of a sequence of calls, nearly each of which compiles a form of the kernel
 COMPILED_EXAMPLES = 200 if "COMPILED_KV_EXAMPLES" in os.environ else 40
 traces = pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be traced")
 devices = pytest.mark.parametrize("device", DEVICES)
