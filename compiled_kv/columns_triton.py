@@ -190,7 +190,7 @@ def fill_row(
 def clear_row(row_ptr, live, width, part, parts, BLOCK: tl.constexpr):
     """Write the null page to columns [live, width) of a row, `parts` programs taking turns."""
     lane = tl.arange(0, BLOCK)
-    for begin in range(live // LINE * LINE + part * BLOCK, width, parts * BLOCK):
+    for begin in range(live.to(tl.int64) // LINE * LINE + part * BLOCK, width, parts * BLOCK):
         is_own = lane >= tl.maximum(live - begin, 0).to(tl.int32)
         is_own &= lane < tl.minimum(width - begin, BLOCK).to(tl.int32)
         tl.store(row_ptr + begin + lane, tl.zeros([BLOCK], tl.int32), mask=is_own)

@@ -34,6 +34,7 @@ from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.rows_cpu import INT32_MAX
 
 Csr = tuple[Tensor, Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices", "kv_last_page_len")
@@ -85,7 +86,7 @@ def _cpu_body(
     lengths, pages = pages_of(given, settings)
     kv_indptr = torch.nn.functional.pad(pages.cumsum(0).clamp(max=capacity), (1, 0))
     indices, written = entries_of(given, settings, kv_indptr, pages, capacity, dtype)
-    return kv_indptr.int(), indices, last_page_lens(lengths, settings.page_size), written
+    return kv_indptr.clamp(max=INT32_MAX).int(), indices, last_page_lens(lengths, settings.page_size), written
 
 
 @triton_op("compiled_kv::csr_tables", mutates_args=())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from compiled_kv.columns_triton import LINE, clear_row
 from compiled_kv.launch import dependent_launch, device_function, kernel, tl
-from compiled_kv.rows_triton import active_rows, clamped_length, load_at, page_of, through_map, value_at
+from compiled_kv.rows_triton import INT32_MAX, active_rows, clamped_length, load_at, page_of, through_map, value_at
 
 
 @device_function
@@ -64,7 +64,7 @@ def csr_kernel(
             pages = (length + PAGE_SIZE - 1) // PAGE_SIZE
             if kv_indptr_ptr is not None:
                 if is_first:
-                    ends = tl.minimum(first + tl.cumsum(pages, 0), room)
+                    ends = tl.minimum(tl.minimum(first + tl.cumsum(pages, 0), room), INT32_MAX)
                     in_range = other < batch_size
                     tl.store(kv_indptr_ptr + other + 1, ends.to(tl.int32), mask=in_range)
                     last = tl.where(length > 0, (length - 1) % PAGE_SIZE + 1, 0)

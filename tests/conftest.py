@@ -79,3 +79,15 @@ def take_small_sizes(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> 
             for size, small in sizes.items():
                 if isinstance(getattr(module, size, None), int):
                     monkeypatch.setattr(module, size, small)
+
+
+def take_last_program_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted programs then run in the opposite order: what one of them spoils, none repairs behind it."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    place = builder.set_grid_idx
+
+    def place_backwards(*index: int) -> None:
+        place(*(size - 1 - each for size, each in zip(builder.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", place_backwards)

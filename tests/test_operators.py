@@ -14,7 +14,7 @@ import compiled_kv as ckv
 from compiled_kv.launch import constexpr
 from tests import strategies
 from tests.cases import ALL_CASES, CASES, DEVICES, FORMS, LAYOUT, SMALL_CASES
-from tests.conftest import EXAMPLES, INTERPRETED, take_small_sizes
+from tests.conftest import EXAMPLES, INTERPRETED, take_last_program_first, take_small_sizes
 from tests.harness import OPERATORS, Batch, Form, check
 
 COMPILED_EXAMPLES = 2000
@@ -40,6 +40,8 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if not INTERPRETED or "full_blocks" in request.node.name:
         return
     take_small_sizes(monkeypatch, SMALL_SIZES)
+    if "in-place" in request.node.name:
+        take_last_program_first(monkeypatch)
     for name, module in list(sys.modules.items()):
         if name.startswith("compiled_kv.") and isinstance(getattr(module, "SHORT", None), constexpr):
             monkeypatch.setattr(module, "SHORT", constexpr(1))

@@ -101,3 +101,14 @@ def test_draft_step(device: str, apart: int) -> None:
     wanted = reference_peers.advance_draft(positions, pool(), lengths, page_size=1, max_context_len=28)
     held = far(pool(), device, apart)
     same(advance_draft(positions.to(device), held, lengths.to(device), page_size=1, max_context_len=28), wanted)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_more_indices_than_int32_counts() -> None:
+    pool, rows = torch.ones(1, 1, dtype=torch.int32, device="cuda").expand(1, 2**30), torch.zeros(3).long().cuda()
+    out = tuple(torch.zeros(size, dtype=torch.int32, device="cuda") for size in (4, 2**31 + 5000, 3))
+    lens = torch.tensor([2**30, 2**30, 50], device="cuda")
+    csr_tables(pool, rows, lens, layout=KVLayout(1, 2**30), out=out, tail="keep")
+    assert out[0].tolist() == [0, 2**30, 2**31 - 1, 2**31 - 1]
+    assert out[1][-5001:-4949].tolist() == [1] * 51 + [0]

@@ -20,7 +20,7 @@ from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.draft_steps import advance_draft
 from compiled_kv.group_slots import group_slot_mappings
 from tests.cases import DEVICES
-from tests.conftest import INTERPRETED, take_small_sizes
+from tests.conftest import INTERPRETED, take_last_program_first, take_small_sizes
 from tests.peer_calls import CALLS, Draw, check_call
 from tests.test_opcheck import Recorder
 
@@ -44,6 +44,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_call(operator: str, device: str) -> None:
     for seed in range(EAGER if device == "cpu" and not INTERPRETED else KERNEL):  # a kernel compiles for most calls
         check_call(operator, seed, device)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the order of a device's programs is its own")
+@operators
+def test_any_call_with_the_last_program_first(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_last_program_first(monkeypatch)
+    for seed in range(KERNEL):
+        check_call(operator, seed, "cpu")
 
 
 @compiles
@@ -127,4 +135,4 @@ def test_interpreted_kernels_equal_the_oracle() -> None:
     )
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None and int(passed[1]) == len(CALLS)
+    assert passed is not None and int(passed[1]) == 2 * len(CALLS)  # in both orders of programs
