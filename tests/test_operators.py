@@ -17,7 +17,7 @@ from tests.cases import ALL_CASES, CASES, DEVICES, FORMS, LAYOUT, SMALL_CASES
 from tests.conftest import EXAMPLES, INTERPRETED, take_last_program_first, take_small_sizes
 from tests.harness import OPERATORS, Batch, Form, check
 
-COMPILED_EXAMPLES = 2000
+COMPILED_EXAMPLES = 1000
 EAGER_ON_A_DEVICE = 200  # nearly every call has dtypes of its own, and so a kernel of its own to compile
 SMALL = 2  # a graph may be specialized on sizes 0 and 1
 

@@ -11,7 +11,7 @@ from compiled_kv import DecodeMetadata, KVLayout, decode_metadata, new_held, upd
 from tests.conftest import INTERPRETED, take_last_program_first, take_small_sizes
 from tests.test_updates import Call, Rig, devices, follow, sequence_of
 
-EXAMPLES = 25
+EXAMPLES = 15
 # 11 rows have six groups of their own; of 24 programs each row then has three.
 SMALL_TURNS = {"LANES": 1, "WIDE": 2, "TURNS": 1, "FEW": 2, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 2}
 
