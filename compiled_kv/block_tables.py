@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_distinct, check_distinct_fake, check_tail
 from compiled_kv.launch import BLOCK, dependent_launch, kernel, launch, programs_a_row, runs_kernel, stride_of, tl
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, page_of
 
 INPUTS = ("block_tables", "num_blocks", "req_pool_indices", "block_sizes", "reach", "num_computed_tokens")
@@ -97,7 +97,7 @@ def _cpu_body(given: Given, rows: int) -> tuple[Tensor, Tensor]:
     return torch.where(seen, cpu.page_of(blocks, 1), 0).int(), held | ~is_live[:, None]
 
 
-@triton_op("compiled_kv::gather_block_tables", mutates_args=())
+@operator("compiled_kv::gather_block_tables", mutates_args=())
 def _gather_block_tables(
     block_tables: Tensor, num_blocks: Tensor, req_pool_indices: Tensor, block_sizes: Tensor | None,
     reach: Tensor | None, num_computed_tokens: Tensor | None,
@@ -111,7 +111,7 @@ def _gather_block_tables(
     return out
 
 
-@triton_op("compiled_kv::gather_block_tables_out", mutates_args=("out",))
+@operator("compiled_kv::gather_block_tables_out", mutates_args=("out",))
 def _gather_block_tables_out(
     block_tables: Tensor, num_blocks: Tensor, req_pool_indices: Tensor, block_sizes: Tensor | None,
     reach: Tensor | None, num_computed_tokens: Tensor | None, out: Tensor, clear: bool,

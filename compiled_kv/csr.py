@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv.checks import (
     INT32,
@@ -34,6 +33,7 @@ from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.registration import operator
 from compiled_kv.rows_cpu import INT32_MAX
 
 Csr = tuple[Tensor, Tensor, Tensor]
@@ -89,7 +89,7 @@ def _cpu_body(
     return kv_indptr.clamp(max=INT32_MAX).int(), indices, last_page_lens(lengths, settings.page_size), written
 
 
-@triton_op("compiled_kv::csr_tables", mutates_args=())
+@operator("compiled_kv::csr_tables", mutates_args=())
 def _csr_tables(
     pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None, token_map: Tensor | None,
     num_reqs: Tensor | None, page_size: int, entry_page_size: int, cap: int, capacity: int,
@@ -104,7 +104,7 @@ def _csr_tables(
     return kv_indptr, kv_indices, kv_last_page_len
 
 
-@triton_op("compiled_kv::csr_tables_out", mutates_args=FIELDS)
+@operator("compiled_kv::csr_tables_out", mutates_args=FIELDS)
 def _csr_tables_out(
     pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None, token_map: Tensor | None,
     num_reqs: Tensor | None, kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor,
@@ -122,7 +122,7 @@ def _csr_tables_out(
     kv_indices.copy_(indices if clear else torch.where(written, indices, kv_indices))
 
 
-@triton_op("compiled_kv::fill_kv_indices", mutates_args=("kv_indices",))
+@operator("compiled_kv::fill_kv_indices", mutates_args=("kv_indices",))
 def _fill_kv_indices(
     pool: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None, token_map: Tensor | None,
     kv_indptr: Tensor, kv_indices: Tensor, page_size: int, entry_page_size: int, cap: int,

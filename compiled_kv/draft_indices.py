@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
@@ -36,6 +35,7 @@ from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.registration import operator
 
 Pair = tuple[Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices")
@@ -80,7 +80,7 @@ def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
     )  # fmt: skip
 
 
-@triton_op("compiled_kv::draft_kv_indices", mutates_args=())
+@operator("compiled_kv::draft_kv_indices", mutates_args=())
 def _draft_kv_indices(
     pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None, page_map: Tensor | None,
     num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int, window: int, sinks: int, capacity: int,
@@ -95,7 +95,7 @@ def _draft_kv_indices(
     return kv_indptr, kv_indices
 
 
-@triton_op("compiled_kv::draft_kv_indices_out", mutates_args=FIELDS)
+@operator("compiled_kv::draft_kv_indices_out", mutates_args=FIELDS)
 def _draft_kv_indices_out(
     pool: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, positions: Tensor | None, page_map: Tensor | None,
     kv_indptr: Tensor, kv_indices: Tensor, num_steps: int, topk: int, page_size: int, entry_page_size: int, cap: int,

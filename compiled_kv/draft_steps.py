@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, page_of
 
 Advanced = tuple[Tensor, Tensor, Tensor]
@@ -82,7 +82,7 @@ def _cpu_body(
     return position, torch.nn.functional.pad(slot, (0, tokens - positions.shape[0]), value=-1), seq_len.int()
 
 
-@triton_op("compiled_kv::advance_draft", mutates_args=())
+@operator("compiled_kv::advance_draft", mutates_args=())
 def _advance_draft(
     positions: Tensor, block_table: Tensor, seq_lens: Tensor, tokens: int, page_size: int, cap: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +96,7 @@ def _advance_draft(
     return new_positions, slot_mapping, new_seq_lens
 
 
-@triton_op("compiled_kv::advance_draft_in_place", mutates_args=FIELDS)
+@operator("compiled_kv::advance_draft_in_place", mutates_args=FIELDS)
 def _advance_draft_in_place(
     positions: Tensor,
     slot_mapping: Tensor,

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv.checks import (
     INT32,
@@ -35,6 +34,7 @@ from compiled_kv.engine_kernel import write_metadata_kernel
 from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.registration import operator
 
 FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "swa_page_table", "swa_slot_mapping")
 
@@ -101,7 +101,7 @@ def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
     )  # fmt: skip
 
 
-@triton_op("compiled_kv::write_metadata", mutates_args=FIELDS)
+@operator("compiled_kv::write_metadata", mutates_args=FIELDS)
 def _write_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, swa_page_map: Tensor | None,

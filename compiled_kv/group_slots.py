@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import INT32_MAX, load_at, page_of, row_of_token
 
 INPUTS = ("block_tables", "block_sizes", "req_pool_indices", "cu_seqlens_q", "positions", "sharded")
@@ -102,7 +102,7 @@ def _cpu_body(given: Given, tokens: int, cp_size: int, cp_rank: int, cp_interlea
     return torch.where(block < 0, -1, block * sizes + turn // ranks * cp_interleave + place % cp_interleave)
 
 
-@triton_op("compiled_kv::group_slot_mappings", mutates_args=())
+@operator("compiled_kv::group_slot_mappings", mutates_args=())
 def _group_slot_mappings(
     block_tables: Tensor, block_sizes: Tensor, req_pool_indices: Tensor, cu_seqlens_q: Tensor, positions: Tensor,
     sharded: Tensor | None, tokens: int, cp_size: int, cp_rank: int, cp_interleave: int,
@@ -115,7 +115,7 @@ def _group_slot_mappings(
     return out
 
 
-@triton_op("compiled_kv::group_slot_mappings_out", mutates_args=("out",))
+@operator("compiled_kv::group_slot_mappings_out", mutates_args=("out",))
 def _group_slot_mappings_out(
     block_tables: Tensor, block_sizes: Tensor, req_pool_indices: Tensor, cu_seqlens_q: Tensor, positions: Tensor,
     sharded: Tensor | None, out: Tensor, cp_size: int, cp_rank: int, cp_interleave: int,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.batch_triton import prefix_sums
@@ -38,6 +37,7 @@ from compiled_kv.launch import (
     tl,
 )
 from compiled_kv.layout import KVLayout
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows
 from compiled_kv.status import DEBUG
 
@@ -99,7 +99,7 @@ def _cpu_body(
     return lengths.where(counted, pad_seqlen).int(), cpu.prefix_sums(ends_q), cpu.prefix_sums(ends_k)
 
 
-@triton_op("compiled_kv::seqlens", mutates_args=())
+@operator("compiled_kv::seqlens", mutates_args=())
 def _seqlens(
     seq_lens: Tensor,
     q_lens: Tensor | None,
@@ -118,7 +118,7 @@ def _seqlens(
     return out
 
 
-@triton_op("compiled_kv::seqlens_out", mutates_args=("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k"))
+@operator("compiled_kv::seqlens_out", mutates_args=("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k"))
 def _seqlens_out(
     seq_lens: Tensor, q_lens: Tensor | None, num_reqs: Tensor | None,
     cache_seqlens: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,

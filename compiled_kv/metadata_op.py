@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv.checks import check_distinct_fake
 from compiled_kv.launch import (
@@ -27,6 +26,7 @@ from compiled_kv.launch import (
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
+from compiled_kv.registration import operator
 
 
 def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
     )  # fmt: skip
 
 
-@triton_op("compiled_kv::decode_metadata", mutates_args=("status",))
+@operator("compiled_kv::decode_metadata", mutates_args=("status",))
 def _decode_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, num_reqs: Tensor | None, status: Tensor | None,
@@ -84,7 +84,7 @@ def _new_outputs(given: Inputs, width: int, num_tokens: int | None) -> DecodeMet
     )
 
 
-@triton_op("compiled_kv::decode_metadata_out", mutates_args=("status", *DecodeMetadata._fields))
+@operator("compiled_kv::decode_metadata_out", mutates_args=("status", *DecodeMetadata._fields))
 def _decode_metadata_out(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, num_reqs: Tensor | None, status: Tensor | None,

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
@@ -33,6 +32,7 @@ from compiled_kv.checks import (
 from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import clamped_length, is_within, load_at, pages_of, value_at
 from compiled_kv.status import DEBUG, Status
 
@@ -139,7 +139,7 @@ def _fill(
     out.copy_(table if clear else table.where(written, out))
 
 
-@triton_op("compiled_kv::page_table", mutates_args=())
+@operator("compiled_kv::page_table", mutates_args=())
 def _page_table(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -151,7 +151,7 @@ def _page_table(
     return _new(req_to_token, req_pool_indices, cache_seqlens, None, page_size, cap, width)
 
 
-@triton_op("compiled_kv::page_table_out", mutates_args=("out",))
+@operator("compiled_kv::page_table_out", mutates_args=("out",))
 def _page_table_out(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -164,7 +164,7 @@ def _page_table_out(
     _fill(out, req_to_token, req_pool_indices, cache_seqlens, None, page_size, cap, clear)
 
 
-@triton_op("compiled_kv::flashmla_kv_indices", mutates_args=())
+@operator("compiled_kv::flashmla_kv_indices", mutates_args=())
 def _flashmla_kv_indices(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -177,7 +177,7 @@ def _flashmla_kv_indices(
     return _new(req_to_token, req_pool_indices, kv_lens, kv_start, page_size, cap, width)
 
 
-@triton_op("compiled_kv::flashmla_kv_indices_out", mutates_args=("out",))
+@operator("compiled_kv::flashmla_kv_indices_out", mutates_args=("out",))
 def _flashmla_kv_indices_out(
     req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_start: Tensor | None, out: Tensor,
     page_size: int, cap: int, clear: bool,

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import launch, runs_kernel
+from compiled_kv.registration import operator
 from compiled_kv.schedule_kernel import WARPS, flashmla_schedule_kernel, scratch_size
 from compiled_kv.status import DEBUG, Status
 
@@ -118,7 +118,7 @@ def _rows(
     return torch.stack(columns, 1).int()
 
 
-@triton_op("compiled_kv::flashmla_schedule", mutates_args=())
+@operator("compiled_kv::flashmla_schedule", mutates_args=())
 def _flashmla_schedule(
     cache_seqlens: Tensor, num_reqs: Tensor | None, parts: int, block_size: int, overhead: int, form: int
 ) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def _flashmla_schedule(
     return metadata, num_splits
 
 
-@triton_op("compiled_kv::flashmla_schedule_out", mutates_args=("tile_scheduler_metadata", "num_splits"))
+@operator("compiled_kv::flashmla_schedule_out", mutates_args=("tile_scheduler_metadata", "num_splits"))
 def _flashmla_schedule_out(
     cache_seqlens: Tensor, num_reqs: Tensor | None, tile_scheduler_metadata: Tensor, num_splits: Tensor,
     block_size: int, overhead: int, form: int,

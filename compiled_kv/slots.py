@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows, load_at, page_of, row_of_token
 
 
@@ -87,7 +87,7 @@ def _cpu_body(
     return torch.where(entries < 0, -1, entries * page_size + positions % page_size)
 
 
-@triton_op("compiled_kv::slot_mapping", mutates_args=())
+@operator("compiled_kv::slot_mapping", mutates_args=())
 def _slot_mapping(
     pool: Tensor,
     req_pool_indices: Tensor,
@@ -103,7 +103,7 @@ def _slot_mapping(
     return out
 
 
-@triton_op("compiled_kv::slot_mapping_out", mutates_args=("out",))
+@operator("compiled_kv::slot_mapping_out", mutates_args=("out",))
 def _slot_mapping_out(
     pool: Tensor, req_pool_indices: Tensor, positions: Tensor, cu_seqlens_q: Tensor | None, num_reqs: Tensor | None,
     out: Tensor,

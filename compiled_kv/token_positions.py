@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
 from compiled_kv.launch import TOKENS, dependent_launch, device_function, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import INT32_MAX, load_at, row_of_token
 
 Placed = tuple[Tensor, Tensor | None, Tensor | None]
@@ -74,7 +74,7 @@ def _held_of(held: Tensor, req_pool_indices: Tensor | None, row: Tensor, mask: T
     return cpu.gather(held, pool_row, live).clamp(0, cpu.INT32_MAX), live
 
 
-@triton_op("compiled_kv::place_tokens_in_place", mutates_args=OUTPUTS)
+@operator("compiled_kv::place_tokens_in_place", mutates_args=OUTPUTS)
 def _place_tokens_in_place(
     held: Tensor, cu_seqlens_q: Tensor, req_pool_indices: Tensor | None, positions: Tensor,
     batch_indices: Tensor | None, seq_lens: Tensor | None, counted: bool,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake
 from compiled_kv.launch import TOKENS, dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, through_map
 
 
@@ -38,7 +38,7 @@ def _launch_translate(out: Tensor, slots: Tensor, full_to_swa: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton_op("compiled_kv::translate_slots", mutates_args=())
+@operator("compiled_kv::translate_slots", mutates_args=())
 def _translate_slots(slots: Tensor, full_to_swa: Tensor) -> Tensor:
     if not runs_kernel(slots):
         return cpu.swa_slot_of(slots.long(), full_to_swa, None, 1)
@@ -47,7 +47,7 @@ def _translate_slots(slots: Tensor, full_to_swa: Tensor) -> Tensor:
     return out
 
 
-@triton_op("compiled_kv::translate_slots_out", mutates_args=("out",))
+@operator("compiled_kv::translate_slots_out", mutates_args=("out",))
 def _translate_slots_out(slots: Tensor, full_to_swa: Tensor, out: Tensor) -> None:
     check_distinct_fake({"out": out}, {"slots": slots, "full_to_swa": full_to_swa})
     if runs_kernel(slots):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv.checks import (
     INT32,
@@ -35,6 +34,7 @@ from compiled_kv.launch import chunks, is_reciprocal_exact, launch, programs_a_r
 from compiled_kv.layout import KVLayout, ceil_div
 from compiled_kv.metadata import check_step
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
+from compiled_kv.registration import operator
 from compiled_kv.update_kernel import update_metadata_kernel
 from compiled_kv.updates_cpu import cpu_body
 
@@ -81,7 +81,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton_op("compiled_kv::update_metadata", mutates_args=("status", "held", *DecodeMetadata._fields))
+@operator("compiled_kv::update_metadata", mutates_args=("status", "held", *DecodeMetadata._fields))
 def _update_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, generations: Tensor, q_lens: Tensor | None,
     slots: Tensor | None, full_to_swa: Tensor | None, page_map: Tensor | None, num_reqs: Tensor | None,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
@@ -30,6 +29,7 @@ from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
+from compiled_kv.registration import operator
 from compiled_kv.rows_triton import (
     clamped_length,
     clamped_queries,
@@ -127,7 +127,7 @@ def _cpu_body(
     return pages.int(), swa_pages.int(), written
 
 
-@triton_op("compiled_kv::swa_page_table", mutates_args=())
+@operator("compiled_kv::swa_page_table", mutates_args=())
 def _swa_page_table(
     req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, q_lens: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, page_size: int, cap: int, width: int, q_len: int, window: int
@@ -142,7 +142,7 @@ def _swa_page_table(
     return out
 
 
-@triton_op("compiled_kv::swa_page_table_out", mutates_args=("page_table", "swa_page_table"))
+@operator("compiled_kv::swa_page_table_out", mutates_args=("page_table", "swa_page_table"))
 def _swa_page_table_out(
     req_to_token: Tensor, req_pool_indices: Tensor, cache_seqlens: Tensor, q_lens: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, page_table: Tensor, swa_page_table: Tensor,

@@ -217,6 +217,12 @@ def test_without_extras_every_inner_part_imports() -> None:
     assert "imported all" in run(WITHOUT.format(absent=EXTRAS) + script)
 
 
+def test_an_import_does_not_wait_for_torchs_compiler() -> None:
+    """Registering operators with their source searched loads it, which takes a second or more."""
+    script = "import sys, compiled_kv; print([name for name in sys.modules if name.startswith('torch._inductor.')])"
+    assert run(script).strip() == "[]"
+
+
 def run(script: str) -> str:
     """What a fresh process that runs `script` to its end prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
