@@ -226,7 +226,8 @@ def programs_a_row(batch_size: int, width: int, block: int | None = None, progra
 
 
 def clearers(capacity: int, parts: int, clear: bool) -> int:
-    """Groups of `parts` programs that clear what no row owns of so many entries; one, which all else needs, if none."""
+    """Groups of `parts` programs that clear what no row owns of so many entries; where nothing is cleared one, for the
+    prefix sums."""
     if not clear:
         return 1
     return torch.sym_max(1, torch.sym_min(ceil_div(capacity, BLOCK), CLEARERS) // parts)
