@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from compiled_kv.tracing.events import is_torchs_or_pythons
+from compiled_kv.tracing.events import of_the_caller
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_OWN = str(Path(__file__).parent.parent)
 _TRACING = str(Path(__file__).parent.parent / "tracing")
 
 Place = tuple[str, int]
@@ -20,10 +19,7 @@ Place = tuple[str, int]
 
 def of_text(text: str) -> Place | None:
     """The innermost frame in a traceback that is neither torch's, Python's nor this package's."""
-    frames = [(match[1], int(match[2])) for match in _FRAME.finditer(text)]
-    users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])]
-    outside = [frame for frame in users if not frame[0].startswith(_OWN)]
-    return next(iter(reversed(outside or users)), None)
+    return of_the_caller([(match[1], int(match[2])) for match in _FRAME.finditer(text)])
 
 
 def of_traceback(error: BaseException) -> Place | None:

@@ -86,10 +86,11 @@ def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
     return users[-1] if users else ("", 0)
 
 
-def in_callers_code(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """The innermost frame that is not this package's either, where there is one."""
-    outside = [frame for frame in frames if not (is_torchs_or_pythons(frame[0]) or frame[0].startswith(_OWN))]
-    return innermost(outside or frames)
+def of_the_caller(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+    """The innermost frame that is neither torch's nor Python's, nor this package's where there is another."""
+    users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])]
+    outside = [frame for frame in users if not frame[0].startswith(_OWN)]
+    return next(iter(reversed(outside or users)), None)
 
 
 def is_torchs_or_pythons(file: str) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Frozen, in_callers_code
+from compiled_kv.tracing.events import Frozen, innermost, of_the_caller
 from compiled_kv.tracing.listening import Listener
 from compiled_kv.tracing.literals import without_literals
 
@@ -53,7 +53,7 @@ class Recorder(Listener):
                     # Of a number that was free first and then fixed, the guard does not say where: its first use does.
                     stack = guard.user_stack or stacks.get(f"L['{match[1]}']", ())
                     frames = [(frame.filename, frame.lineno or 0) for frame in stack]
-                    self.frozen.append(Frozen(match[1], match[2], *in_callers_code(frames)))
+                    self.frozen.append(Frozen(match[1], match[2], *(of_the_caller(frames) or innermost(frames))))
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile calls with each graph that dynamo made."""
@@ -141,9 +141,9 @@ class Recorder(Listener):
         # A later graph of the same call gets as inputs what Python holds between the two.
         node.meta["compiled_kv_number"] = is_argument or (is_number and len(self.dynamo) > 1)
         if is_argument:
-            frames = [_FRAME.findall(user.meta.get("stack_trace") or "") for user in node.users]
-            places = [in_callers_code([(file, int(line)) for file, line in each]) for each in frames if each]
-            self.frozen.append(Frozen(name, "", *(places[0] if places else ("", 0)), is_input=True))
+            found = [_FRAME.findall(user.meta.get("stack_trace") or "") for user in node.users]
+            frames = [(file, int(line)) for file, line in next(filter(None, found), ())]
+            self.frozen.append(Frozen(name, "", *(of_the_caller(frames) or innermost(frames)), is_input=True))
 
     def _parameter(self, match: re.Match[str]) -> str:
         index = int(match[1])
