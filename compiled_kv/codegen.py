@@ -83,6 +83,7 @@ def build(
     *,
     target: str,
     num_warps: int = 4,
+    registers: int | None = None,
 ) -> MachineCode:
     """Compile one specialisation of a kernel for one of `TARGETS`, with no GPU.
 
@@ -92,6 +93,7 @@ def build(
         constants: the value of each `tl.constexpr` parameter.
         target: a key of `TARGETS`.
         num_warps: warps a program.
+        registers: the most that a thread may take; None leaves it to the compiler.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -99,7 +101,8 @@ def build(
 
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, dict(constants))
-    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps} | ({} if registers is None else {"maxnreg": registers})
+    compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     binary = compiled.asm["cubin" if TARGETS[target][0] == "cuda" else "hsaco"]
     return MachineCode(kernel.__name__, target, compiled.asm["ttir"], binary)
 

@@ -9,10 +9,9 @@ clear_row                 columns [live, width)
 
 from __future__ import annotations
 
-from compiled_kv.launch import LEAST, constexpr, device_function, tl
+from compiled_kv.launch import constexpr, device_function, tl
 from compiled_kv.rows_triton import BAD_SLOT, UNMAPPED, page_of, report, swa_page_of
 
-SHORT = constexpr(LEAST)
 # The most columns that a program writes at once, in SHORT of them.
 AT_ONCE = constexpr(4)
 # Entries that a warp writes at once. Who writes from a column on, begins at a multiple of these ahead of it: else warps
@@ -80,7 +79,7 @@ def fill_block(
 
 
 @device_function
-def fits_at_once(live, parts):
+def fits_at_once(live, parts, SHORT: tl.constexpr):
     """Whether one turn each of the most columns that `fill_at_once` takes is enough for `parts` programs."""
     return live <= (parts * (AT_ONCE * SHORT)).to(tl.int32)
 
@@ -88,7 +87,7 @@ def fits_at_once(live, parts):
 @device_function
 def slots_if_short(
     pool_ptr, pool_stride, pool_width, start, is_live, live, part, parts,
-    PAGE_SIZE: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, UNIT_STRIDE: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """First slots of a program's columns if the row is so short that SHORT of them each are enough, the usual case: on
     their way before anything is decided. Of a longer row none are loaded."""
@@ -103,13 +102,14 @@ def fill_at_once(
     slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
     first, live, part, parts, status_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
     """Write columns [0, live) of a row that `fits_at_once`, in as few columns a program as that takes: a program waits
     for one load as long as for many, and without a loop less is computed ahead of it. `slot` is `slots_if_short`, None
     where they are not loaded yet."""
     if slot is None:
         slot = slots_if_short(
-            pool_ptr, pool_stride, pool_width, start, is_live, live, part, parts, PAGE_SIZE, UNIT_STRIDE
+            pool_ptr, pool_stride, pool_width, start, is_live, live, part, parts, PAGE_SIZE, UNIT_STRIDE, SHORT
         )
     # Branches and no computed width: torch's mutation analysis would follow a column computed from a length back to all
     # pointers of the call that loaded it.
@@ -165,16 +165,16 @@ def fill_row(
     pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
     first, live, part, parts, status_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write columns [0, live) of one row, shared among `parts` programs.
 
     A padding row writes null pages. `swa_ptr` may be None; its columns before `first` are null and never looked up.
     """
-    if fits_at_once(live, parts):
+    if fits_at_once(live, parts, SHORT):
         fill_at_once(
             None, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
+            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT,
         )  # fmt: skip
     else:
         slot = slots_of_columns(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,13 @@ except ImportError:  # e.g. macOS: the CPU bodies still work
 constexpr: Any = int if tl is None else tl.constexpr
 
 
-def kernel(fn: Callable[..., None]) -> Any:
-    """Compile `fn` with Triton, specialized on its `tl.constexpr` arguments and on dtypes alone."""
+def kernel(fn: Callable[..., None] | None = None, *, registers: Mapping[int, int] = MappingProxyType({})) -> Any:
+    """Compile `fn` with Triton, specialized on its `tl.constexpr` arguments and on dtypes alone.
+
+    `registers`: the most that a thread may take, by the number of warps; of NVIDIA GPUs, launched by ourselves.
+    """
+    if fn is None:
+        return partial(kernel, registers=registers)
     if triton is None:
         return fn
     runtime = [p.name for p in inspect.signature(fn).parameters.values() if "constexpr" not in str(p.annotation)]
@@ -44,7 +50,8 @@ def kernel(fn: Callable[..., None]) -> Any:
         debug=DEBUG or None,  # without it Triton drops every device_assert
     )
     if not INTERPRETED:
-        jitted.run = _on_the_tensors_device(jitted.run, list(inspect.signature(fn).parameters))
+        jitted.registers = registers
+        jitted.run = _on_the_tensors_device(jitted.run, list(inspect.signature(fn).parameters), registers)
     return jitted
 
 
@@ -56,7 +63,9 @@ def kernel(fn: Callable[..., None]) -> Any:
 # sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and Inductor could not launch
 # so. A kernel of yours that is launched so must wait too before it reads what any of them wrote: behind an update it
 # may start while the one ahead of that still runs.
-def _on_the_tensors_device(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+def _on_the_tensors_device(
+    run: Callable[..., Any], names: list[str], registers: Mapping[int, int]
+) -> Callable[..., Any]:
     """`run` of a kernel with these parameters where its tensors are: Triton would take the current device, whatever
     theirs is. Torch passes some or all arguments by position."""
     at = names.index("PDL") if "PDL" in names else None
@@ -72,6 +81,8 @@ def _on_the_tensors_device(run: Callable[..., Any], names: list[str]) -> Callabl
             else:
                 kwargs["PDL"] = True
             kwargs["launch_pdl"] = True
+        if torch.version.hip is None and kwargs.get("num_warps") in registers:
+            kwargs["maxnreg"] = registers[kwargs["num_warps"]]
         if device == torch.cuda.current_device():
             return run(*args, **kwargs)
         with torch.cuda.device(device):
@@ -149,9 +160,13 @@ def size_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
-# Warps of a program that fills a row of a page table: much of a short row's work is the same in every warp.
+# Warps of a program that fills a row of a page table. Few, for much of a short row's work is the same in every warp.
+# Where pages of few tokens take many programs, half as many of twice the warps: a thousand programs take over 1.5 us to
+# start, whatever they do. With more registers the next kernel's would find no room beside these, and start late.
 WARPS = 2
-# Columns a program writes at a time, and as many as are worth a program of their own.
+FINE_WARPS = 4
+ROW_REGISTERS = {FINE_WARPS: 96}
+# Columns a program writes at a time, and as many as are worth a program of their own, each of WARPS warps.
 BLOCK = 512
 LEAST = 128
 # Rows a program takes prefix sums of, and rows ahead of these that it adds up at a time.
@@ -161,16 +176,16 @@ SCAN = 512
 TOKENS = 128
 ROW_TOKENS = 64
 # Some four programs for each of 132 multiprocessors fill the device; more would only cost their own start. Pages of few
-# tokens share their sectors of memory: there eight measured best, and ten where a map is looked up as well, but of one
-# row two, which a short row waits less for.
+# tokens share their sectors of memory: there twice the warps measured best, and a quarter more where a map is looked up
+# as well, but of one row half as many, which a short row waits less for.
 PROGRAMS = 520
-FINE_PROGRAMS = 1056
-FINE_MAPPED_PROGRAMS = 1320
-FINE_PARTS = 264
+FINE_PROGRAMS = 528
+FINE_MAPPED_PROGRAMS = 660
+FINE_PARTS = 132
 # Columns a program after which a row is long; programs that help with what follows, about one for four
 # multiprocessors, among which the others stay evenly spread, and columns they take at a time: their lanes cost the
-# registers of every program. With pages of few tokens a column takes less time: a row is long later, and four times as
-# many help.
+# registers of every program. With pages of few tokens a column takes less time: a row is long later, and twice as
+# many help. All for WARPS warps.
 LONG = 1024
 HELPERS = 32
 SHARED = 512
@@ -185,27 +200,35 @@ class Split(NamedTuple):
 
     block: int
     """Columns a program takes at a time, at most."""
+    short: int
+    """Columns of each that are enough for the rows to which the quickest way leads."""
     parts: int
     """Programs that take turns over a row."""
     long: int
     """Columns of each after which helpers take what is left of the row."""
+    shared: int
+    """Columns that a helper takes at a time."""
     helpers: int
     """Programs without a row of their own; none where `parts` programs are enough for any row."""
+    warps: int
+    """Warps of a program."""
 
 
 def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool, has_unit_stride: bool) -> Split:
     """Where a map is looked up as well, fewer columns keep as many loads in flight. Pointers of other strides than one
     take registers of their own, which half the columns leave free; tails are then cleared by as many.
     """
-    page_size = int(page_size)  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
-    block, long, most = (BLOCK if is_mapped else 2 * BLOCK), LONG, HELPERS
-    parts = programs_a_row(batch_size, width, LEAST)
-    if page_size < 8:
-        long, most = (2 if is_mapped else 8) * LONG, 4 * HELPERS
+    is_fine = int(page_size) < 8  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
+    warps = FINE_WARPS if is_fine else WARPS
+    times = warps // WARPS
+    block, short, long, shared = times * (1 if is_mapped else 2) * BLOCK, times * LEAST, times * LONG, times * SHARED
+    parts, most = programs_a_row(batch_size, width, short, PROGRAMS // times), HELPERS
+    if is_fine:
+        long, most = (2 if is_mapped else 8) * long, 2 * HELPERS
         programs = FINE_MAPPED_PROGRAMS if is_mapped else FINE_PROGRAMS
         parts = torch.sym_max(parts, torch.sym_min(programs_a_row(batch_size, width, block, programs), FINE_PARTS))
-    shared = ceil_div(torch.sym_max(width - parts * long, 0), SHARED)
-    return Split(block if has_unit_stride else block // 2, parts, long, torch.sym_min(most, batch_size * shared))
+    helpers = torch.sym_min(most, batch_size * ceil_div(torch.sym_max(width - parts * long, 0), shared))
+    return Split(block if has_unit_stride else block // 2, short, parts, long, shared, helpers, warps)
 
 
 def reciprocal_of(batch_size: int) -> int:

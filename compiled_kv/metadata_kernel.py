@@ -16,7 +16,15 @@ from compiled_kv.columns_triton import (
     slots_if_short,
     slots_of_columns,
 )
-from compiled_kv.launch import dependent_launch, device_function, kernel, launch_dependents, tl, wait_knowing
+from compiled_kv.launch import (
+    ROW_REGISTERS,
+    dependent_launch,
+    device_function,
+    kernel,
+    launch_dependents,
+    tl,
+    wait_knowing,
+)
 from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,
@@ -60,7 +68,7 @@ def _finish_row(
 # the usual program needs stand first, those ahead of its first load in one line of constant memory; the usual branch is
 # the first, and its code in one piece; and a program finds its place, where its first loads lie, and whatever else
 # needs no load, while the kernel ahead still runs.
-@kernel
+@kernel(registers=ROW_REGISTERS)
 def decode_metadata_kernel(
     batch_size, parts, reciprocal, helpers, index_stride, seq_stride, req_pool_indices_ptr, seq_lens_ptr, num_reqs_ptr,
     req_to_token_ptr, page_table_ptr, map_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, page_row_stride,
@@ -69,8 +77,8 @@ def decode_metadata_kernel(
     window, q_lens_ptr, slots_ptr, status_ptr, q_stride, slots_stride, num_slots,
     cache_seqlens_ptr, cu_q_ptr, cu_k_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, SHARED: tl.constexpr,
-    TOKENS: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
+    PDL: tl.constexpr, UNIT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr,
+    SHARED: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     parts = tl.zeros([], tl.int64) + parts
     helpers = (tl.zeros([], tl.int64) + helpers).to(tl.int32)
@@ -99,7 +107,7 @@ def decode_metadata_kernel(
         short_slot = None
         if IS_NARROW:
             short_slot = slots_if_short(
-                pool_row_ptr, pool_stride, pool_width, 0, is_live, live, part, parts, PAGE_SIZE, UNIT_STRIDE
+                pool_row_ptr, pool_stride, pool_width, 0, is_live, live, part, parts, PAGE_SIZE, UNIT_STRIDE, SHORT
             )
         room, first_token, count = None, None, None
         if slot_mapping_ptr is not None:
@@ -116,7 +124,7 @@ def decode_metadata_kernel(
                         first_token += tl.sum(clamped_queries(q_lens.to(tl.int64)), 0)
             count = tl.minimum(queries, tl.maximum(num_tokens - first_token, 0)).to(tl.int32)
             room = tl.where(is_live, pool_width if slots_ptr is None else num_slots, -1)
-        if fits_at_once(live, parts):
+        if fits_at_once(live, parts, SHORT):
             slot, swa_slot = None, None
             if slot_mapping_ptr is not None:
                 # Looked up with the pages and stored behind them: one wait for both.
@@ -131,6 +139,7 @@ def decode_metadata_kernel(
             fill_at_once(
                 short_slot, pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr,
                 map_stride, map_size, first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG,
+                SHORT,
             )  # fmt: skip
             _finish_row(
                 slot, swa_slot, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, page_row_ptr, swa_row_ptr,

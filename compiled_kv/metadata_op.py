@@ -14,8 +14,6 @@ from compiled_kv.launch import (
     CHUNK,
     ROW_TOKENS,
     SCAN,
-    SHARED,
-    WARPS,
     chunks,
     launch,
     reciprocal_of,
@@ -41,8 +39,8 @@ def _launch(out: DecodeMetadata, given: Inputs, settings: Settings, clear: bool)
         decode_metadata_kernel, (chunks(batch_size) + batch_size * split.parts + split.helpers,),
         **kernel_arguments(out, given, settings, size_of(out.slot_mapping)),
         parts=split.parts, helpers=split.helpers, reciprocal=reciprocal_of(batch_size), CLEAR=clear,
-        UNIT_STRIDE=has_unit_stride, BLOCK=split.block, LONG=split.long, SHARED=SHARED, TOKENS=ROW_TOKENS,
-        CHUNK=CHUNK, SCAN=SCAN, num_warps=WARPS,
+        UNIT_STRIDE=has_unit_stride, BLOCK=split.block, SHORT=split.short, LONG=split.long, SHARED=split.shared,
+        TOKENS=ROW_TOKENS, CHUNK=CHUNK, SCAN=SCAN, num_warps=split.warps,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from compiled_kv.checks import (
     check_tail,
 )
 from compiled_kv.columns_triton import clear_row, fill_row
-from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
+from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import clamped_length, is_within, load_at, pages_of, value_at
@@ -42,7 +42,7 @@ def _page_table_kernel(
     req_to_token_ptr, req_pool_indices_ptr, kv_lens_ptr, kv_start_ptr, page_table_ptr,
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, start_stride, page_row_stride,
     width, cap, PAGE_SIZE: tl.constexpr, CLEAR: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
-    PDL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
@@ -59,7 +59,7 @@ def _page_table_kernel(
     page_row_ptr = page_table_ptr + row.to(tl.int64) * page_row_stride
     fill_row(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, start, is_live,
-        page_row_ptr, None, None, 0, 0, 0, live, part, parts, None, PAGE_SIZE, False, UNIT_STRIDE, DEBUG, BLOCK,
+        page_row_ptr, None, None, 0, 0, 0, live, part, parts, None, PAGE_SIZE, False, UNIT_STRIDE, DEBUG, SHORT, BLOCK,
     )  # fmt: skip
     if CLEAR:
         clear_row(page_row_ptr, live, width, part, parts, BLOCK)
@@ -82,7 +82,7 @@ def _launch(
         len_stride=kv_lens.stride(0), start_stride=stride_of(kv_start),
         page_row_stride=out.stride(0), width=width, cap=cap,
         PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=has_unit_stride, DEBUG=DEBUG,
-        PDL=False, BLOCK=split.block, num_warps=WARPS,
+        PDL=False, SHORT=split.short, BLOCK=split.block, num_warps=split.warps,
     )  # fmt: skip
 
 

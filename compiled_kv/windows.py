@@ -26,7 +26,7 @@ from compiled_kv.checks import (
     check_tuple,
 )
 from compiled_kv.columns_triton import clear_row, fill_row
-from compiled_kv.launch import WARPS, dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
+from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
 from compiled_kv.registration import operator
@@ -51,7 +51,7 @@ def _swa_page_table_kernel(
     pool_rows, pool_width, pool_row_stride, pool_stride, index_stride, len_stride, q_stride, map_stride, map_size,
     page_row_stride, swa_row_stride, width, cap, q_len, window,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, WINDOWED: tl.constexpr, CLEAR: tl.constexpr, DEBUG: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, PDL: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         dependent_launch()
@@ -71,7 +71,7 @@ def _swa_page_table_kernel(
         req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, 0, is_live,
         page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, first_column(length, queries, window, PAGE_SIZE,
         WINDOWED),
-        live, part, parts, None, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+        live, part, parts, None, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, SHORT, BLOCK,
     )  # fmt: skip
     if CLEAR:
         clear_row(page_row_ptr, live, width, part, parts, BLOCK)
@@ -103,7 +103,7 @@ def _launch(
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
         CLEAR=clear, UNIT_STRIDE=has_unit_stride, DEBUG=DEBUG,
-        PDL=False, BLOCK=split.block, num_warps=WARPS,
+        PDL=False, SHORT=split.short, BLOCK=split.block, num_warps=split.warps,
     )  # fmt: skip
 
 

@@ -65,6 +65,21 @@ def test_contenders_on_the_cpu_are_equal(name: str) -> None:
     assert check_everyone(SMALL[name]) == {"gather", "gather-compiled"}
 
 
+def check_gather(cell: Cell) -> None:
+    """The floor that knows every address reads what the others read, and writes their tables."""
+    given = make_inputs(cell, CPU, 2)
+    running = contenders(given)
+    table, swa_table = running["ours"].out[3:5]
+    for index, (rows, seq_lens) in enumerate(zip(given.rows, given.seq_lens)):
+        wanted = expected(given, rows, seq_lens, 77, windowed=True)
+        for tensor in (table, swa_table):
+            if tensor is not None:
+                tensor.fill_(77)
+        running["gather-known"].step(index)
+        assert torch.equal(table, wanted.page_table)
+        assert swa_table is None or torch.equal(swa_table, wanted.swa_page_table)
+
+
 SCHEDULE = """
 from compiled_kv.bench import baseline_schedule
 lengths = torch.randint(0, 3000, (70,), dtype=torch.int32)
@@ -78,7 +93,9 @@ assert all(map(torch.equal, out, reference.flashmla_schedule(lengths, num_sm_par
 def test_published_kernels_are_equal() -> None:
     pytest.importorskip("triton")
     script = (
-        "from tests.test_bench import *\nassert [check_everyone(c) for c in SMALL.values()] == [PUBLISHED] * len(SMALL)"
+        "from tests.test_bench import *\n"
+        "assert [check_everyone(c) for c in SMALL.values()] == [PUBLISHED] * len(SMALL)\n"
+        "for cell in SMALL.values(): check_gather(cell)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script + SCHEDULE], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT,
@@ -244,7 +261,9 @@ def made_up(name: str, ours: float, context: int = 8192) -> dict[str, object]:
     samples = [ours] * 25
     sizes = {"batch": 1, "length": 128, "context": context, "page_size": 64, "swa": "off", "lengths": "uniform"}
     times = {form: {"median": ours, "samples": samples} for form in FORMS}
-    ratios = dict.fromkeys(("rebuild", *FORMS), ratio)
+    floors = ("ours/gather-known", "ours-clear/copy-tables", "ours-clear/loads", "ours-clear/gather-known")
+    ratios = dict.fromkeys(("rebuild", *FORMS, *floors), ratio)
+    ratios["ours-clear/loads"] = {"median": 1.3, "low": 1.2, "high": 1.4}
     return {"name": name, **sizes, "times": times, "best": "grid", "ratios": ratios}
 
 
@@ -259,6 +278,9 @@ def test_claims_are_judged() -> None:
     untouched = found["context bound 1 M over 8 K, incremental, slots that nobody touched before, worst of 1"]
     assert (untouched.measured, untouched.is_met) == ("1.100 [1.100, 1.100]", None)
     assert not found["best published design over the incremental update, geometric mean"].is_met
+    for name, ours, slowest in (("wide", 2.2, "1.100 [1.100, 1.100]"), ("slow", 2.8, "1.300 [1.200, 1.400]")):
+        (held,) = (each for each in claims({"cells": [made_up(name, ours)]}) if "slowest of its floors" in each.what)
+        assert (held.measured, held.where) == (slowest, name)
     ((name, ratio),) = bound_ratios(cells, "ours")
     assert name == "wide" and ratio["median"] == pytest.approx(1.1)
 

@@ -74,6 +74,7 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "PDL": (False, True),
     "UNIT_STRIDE": (True, False),
     "BLOCK": (launch.BLOCK,),
+    "SHORT": (launch.LEAST,),
     "TOKENS": (launch.TOKENS,),
     "LONG": (launch.LONG,),
     "SHARED": (launch.SHARED,),
@@ -106,7 +107,7 @@ FROM_TOKEN_POOL = {"_page_table_kernel", "_swa_page_table_kernel", "decode_metad
 OF_ROWS = {"TOKENS": launch.ROW_TOKENS}
 OF_UPDATES = {"CHUNK": updates.UPDATE_CHUNK, "SCAN": updates.UPDATE_SCAN}
 PASSED = {"decode_metadata_kernel": OF_ROWS, "update_metadata_kernel": OF_UPDATES}
-WARPS = dict.fromkeys([*FROM_TOKEN_POOL, "_seqlens_kernel"], launch.WARPS)
+WARPS = {"_seqlens_kernel": launch.WARPS}
 WARPS["update_metadata_kernel"] = updates.WARPS
 WARPS["flashmla_schedule_kernel"] = schedule_kernel.WARPS
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
@@ -130,11 +131,12 @@ KNOWN = INPUTS | set(OUTPUTS) | INTS | set(CONSTANTS)
 
 
 class Case(NamedTuple):
-    """One way to compile a kernel: the types of its runtime parameters, the values of the others."""
+    """One way to compile a kernel: the types of its runtime parameters, the values of the others, its warps."""
 
     kernel: Any
     types: dict[str, str]
     constants: dict[str, object]
+    warps: int
 
 
 def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants: object) -> Case:
@@ -145,16 +147,16 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     types |= {name: width for name in names if name in INTS}
     common = {name: CONSTANTS[name][0] for name in names if name in CONSTANTS} | PASSED.get(kernel.__name__, {})
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
+    warps = WARPS.get(kernel.__name__, 4)
     if kernel.__name__ in FROM_TOKEN_POOL:
         split = launch.split_rows(
             1, 1, int(str(page_size)), is_mapped="map_ptr" in set(names) - set(absent),
             has_unit_stride=bool({**common, **constants}["UNIT_STRIDE"]),
         )  # fmt: skip
-        common["BLOCK"] = split.block
-        if "LONG" in common:
-            common["LONG"] = split.long
+        common |= {name: value for name in common if (value := getattr(split, name.lower(), None)) is not None}
+        warps = split.warps
     nones = dict.fromkeys(absent)
-    return Case(kernel, {k: v for k, v in types.items() if k not in nones}, {**common, **constants, **nones})
+    return Case(kernel, {k: v for k, v in types.items() if k not in nones}, {**common, **constants, **nones}, warps)
 
 
 def cases_of(kernel: Any) -> Iterator[tuple[str, Case]]:
@@ -173,7 +175,7 @@ def cases_of(kernel: Any) -> Iterator[tuple[str, Case]]:
     folded = specialise(kernel, "i32")
     ints = {name: 16 for name in folded.types if name in INTS}
     types = {name: kind for name, kind in folded.types.items() if name not in ints}
-    yield "ints-folded", Case(kernel, types, {**folded.constants, **ints})
+    yield "ints-folded", Case(kernel, types, {**folded.constants, **ints}, folded.warps)
     for name in set(CONSTANTS) & set(kernel.arg_names):
         for value in CONSTANTS[name][1:]:
             yield f"{name}={value}", specialise(kernel, "i32", **{name: value})
@@ -192,8 +194,10 @@ every_case = pytest.mark.parametrize("name", sorted(CASES))
 
 def build(name: str, target: str) -> codegen.MachineCode:
     case = CASES[name]
-    warps = WARPS.get(case.kernel.__name__, 4)
-    return codegen.build(case.kernel, case.types, case.constants, target=target, num_warps=warps)
+    registers = case.kernel.registers.get(case.warps)
+    return codegen.build(
+        case.kernel, case.types, case.constants, target=target, num_warps=case.warps, registers=registers
+    )
 
 
 def test_every_operator_has_its_kernel():

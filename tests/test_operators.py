@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 
 import compiled_kv as ckv
-from compiled_kv.launch import constexpr
 from tests import strategies
 from tests.cases import ALL_CASES, CASES, DEVICES, FORMS, LAYOUT, SMALL_CASES
 from tests.conftest import EXAMPLES, INTERPRETED, take_last_program_first, take_small_sizes
@@ -30,7 +28,7 @@ FULL_BLOCKS = ("plain", "wide-batch")
 SMALL_SIZES = {
     "BLOCK": 4, "FEW": 2, "CHUNK": 4, "SCAN": 8, "TOKENS": 4, "ROW_TOKENS": 4, "LONG": 4, "HELPERS": 3, "SHARED": 2,
     "LEAST": 1, "PROGRAMS": 12, "FINE_PROGRAMS": 16, "FINE_MAPPED_PROGRAMS": 20, "GROUP": 4, "LANES": 2, "WIDE": 2,
-    "TURNS": 1, "UPDATERS": 12, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 8,
+    "TURNS": 1, "UPDATERS": 12, "UPDATE_CHUNK": 4, "UPDATE_SCAN": 8, "FINE_WARPS": 2,
 }  # fmt: skip
 
 
@@ -42,9 +40,6 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     take_small_sizes(monkeypatch, SMALL_SIZES)
     if "in-place" in request.node.name:
         take_last_program_first(monkeypatch)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("compiled_kv.") and isinstance(getattr(module, "SHORT", None), constexpr):
-            monkeypatch.setattr(module, "SHORT", constexpr(1))
 
 
 def forms_of(operator: str) -> list[Form]:

@@ -150,6 +150,7 @@ def floors(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
     source, target = aligned(torch.zeros(2, count, dtype=torch.int32, device=given.rows.device))
     slots = torch.zeros(given.cell.batch, dtype=torch.int32, device=given.rows.device)
     filled = [torch.empty_like(out.page_table) for _ in range(tables)]
+    tasks = [kernels.tasks_of(given, index) for index in range(given.sets)]
 
     def copy(index: int) -> None:
         kernels.copy(source, target, count)
@@ -162,8 +163,12 @@ def floors(given: Inputs, out: ckv.DecodeMetadata) -> dict[str, Contender]:
         for table in filled:
             kernels.copy(out.page_table, table, table.numel())
 
+    def gather(index: int) -> None:
+        kernels.gather(given, tasks[index], out.page_table, out.swa_page_table)
+
     return {
         "copy": Contender("copy of the same bytes", copy),
+        "gather-known": Contender("gather of the same entries, every address known to the host", gather),
         "loads": Contender("dependent loads only", partial(kernels.dependent_loads, given, slots)),
         "copy-tables": Contender("copy of as many bytes as a cleared table must write", copy_tables),
         "fill": Contender("a plain fill of these bytes", clear),

@@ -17,7 +17,7 @@ SETS = 16
 FEW_SETS = 4
 FLOORS = (
     ("ours", "copy"), ("ours", "loads"), ("incremental", "loads"), ("ours-clear", "copy-tables"),
-    ("ours-clear", "loads"), ("ours-clear", "fill"),
+    ("ours-clear", "loads"), ("ours-clear", "fill"), ("ours", "gather-known"), ("ours-clear", "gather-known"),
 )  # fmt: skip
 MANY_ENTRIES = 1 << 22  # a batch of more table entries takes long enough to be timed over fewer sets
 
