@@ -73,7 +73,7 @@ def _launch(out: Tensor, given: Given, clear: bool) -> None:
         count_group_stride=num_blocks.stride(0), count_stride=num_blocks.stride(1), index_stride=indices.stride(0),
         block_size_stride=stride_of(block_sizes), reach_stride=stride_of(reach), computed_stride=stride_of(computed),
         page_group_stride=out.stride(0), page_row_stride=out.stride(1), batch_size=indices.shape[0], width=width,
-        CLEAR=clear, PDL=False, BLOCK=BLOCK,
+        CLEAR=clear, BLOCK=BLOCK,
     )  # fmt: skip
 
 

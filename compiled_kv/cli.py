@@ -20,6 +20,11 @@ class Misused(click.ClickException):
     exit_code = 2
 
 
+def missing(command: str, module: str | None) -> str:
+    """What is said of a command that cannot import a module."""
+    return f"{command} needs {module}: pip install 'compiled_kv[cli,models]'"
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one when it is needed."""
 
@@ -35,7 +40,7 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("compiled_kv"):
                 raise
-            raise Misused(f"{cmd_name} needs {error.name}: pip install 'compiled_kv[cli,models]'") from None
+            raise Misused(missing(cmd_name, error.name)) from None
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -75,7 +75,7 @@ def _launch(
         start_stride=stride_of(given.kv_start), map_stride=stride_of(token_map),
         map_size=size_of(token_map), indptr_stride=kv_indptr.stride(0),
         clearers=ahead, batch_size=batch_size, capacity=capacity, cap=settings.cap, PAGE_SIZE=settings.page_size,
-        ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, PDL=False, BLOCK=BLOCK, SCAN=SCAN,
+        ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
     )  # fmt: skip
 
 

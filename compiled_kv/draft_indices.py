@@ -76,7 +76,7 @@ def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
         indptr_row_stride=kv_indptr.stride(0), indices_row_stride=kv_indices.stride(0),
         clearers=ahead, batch_size=given.seq_lens.shape[0], topk=topk, num_steps=num_steps, capacity=capacity,
         cap=settings.cap, window=settings.window, sinks=settings.sinks, PAGE_SIZE=settings.page_size,
-        ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, PDL=False, BLOCK=BLOCK, SCAN=SCAN,
+        ENTRY_SIZE=settings.entry_page_size, CLEAR=clear, BLOCK=BLOCK, SCAN=SCAN,
     )  # fmt: skip
 
 

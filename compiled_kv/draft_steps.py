@@ -65,7 +65,7 @@ def _launch(
         slot_mapping_ptr=slot_mapping, next_seq_lens_ptr=new_seq_lens, pool_width=block_table.shape[1],
         pool_row_stride=block_table.stride(0), pool_stride=block_table.stride(1),
         position_stride=positions.stride(0), seq_stride=seq_lens.stride(0), batch_size=positions.shape[0],
-        num_tokens=tokens, cap=cap, PAGE_SIZE=page_size, PDL=False, TOKENS=TOKENS,
+        num_tokens=tokens, cap=cap, PAGE_SIZE=page_size, TOKENS=TOKENS,
     )  # fmt: skip
 
 

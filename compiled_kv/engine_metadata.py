@@ -97,7 +97,7 @@ def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
         swa_stride=stride_of(out.swa_page_table, 1), batch_size=batch_size, width=width,
         num_tokens=size_of(out.swa_slot_mapping), delta=settings.delta, q_len=settings.q_len, cap=settings.cap,
         PAGE_SIZE=settings.page_size, PAGE_MAP=given.full_to_swa is None, CLEAR=settings.clear,
-        PDL=False, BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
+        BLOCK=BLOCK, TOKENS=TOKENS, SCAN=SCAN,
     )  # fmt: skip
 
 

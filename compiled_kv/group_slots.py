@@ -78,7 +78,7 @@ def _launch(out: Tensor, given: Given, cp_size: int, cp_rank: int, cp_interleave
         position_stride=positions.stride(0), sharded_stride=stride_of(sharded),
         slot_group_stride=out.stride(0), batch_size=indices.shape[0], num_positions=positions.shape[0],
         num_tokens=out.shape[1], cp_size=cp_size, cp_rank=cp_rank, cp_interleave=cp_interleave,
-        PDL=False, TOKENS=TOKENS,
+        TOKENS=TOKENS,
     )  # fmt: skip
 
 

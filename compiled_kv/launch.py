@@ -145,6 +145,8 @@ def launch(fn: Any, grid: tuple[Any, ...], **arguments: Any) -> None:
     """Launch a kernel over `grid` so that both eager code and a tracer see it."""
     if triton is None:
         raise RuntimeError("tensors on an accelerator need Triton, which is not installed; tensors on the CPU do not")
+    if "PDL" in fn.arg_names:
+        arguments["PDL"] = False  # NOTE [Dependent launch]
     # The interpreter reads data pointers, so wrap_triton, which must trace, refuses it.
     target = fn if INTERPRETED else torch.library.wrap_triton(fn)
     target[grid](**arguments)

@@ -76,7 +76,7 @@ def _launch(
         _seqlens_kernel, (chunks(seq_lens.shape[0]),), seq_lens_ptr=seq_lens, q_lens_ptr=q_lens, num_reqs_ptr=num_reqs,
         cache_seqlens_ptr=cache_seqlens, cu_q_ptr=cu_seqlens_q, cu_k_ptr=cu_seqlens_k,
         seq_stride=seq_lens.stride(0), q_stride=stride_of(q_lens), batch_size=seq_lens.shape[0],
-        delta=delta, q_len=q_len, cap=cap, pad_seqlen=pad_seqlen, DEBUG=DEBUG, PDL=False,
+        delta=delta, q_len=q_len, cap=cap, pad_seqlen=pad_seqlen, DEBUG=DEBUG,
         CHUNK=CHUNK, SCAN=SCAN, num_warps=WARPS,
     )  # fmt: skip
 

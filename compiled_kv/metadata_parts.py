@@ -72,5 +72,5 @@ def kernel_arguments(out: DecodeMetadata, given: Inputs, settings: Settings, num
         "batch_size": lengths.shape[0], "width": out.page_table.shape[1], "num_tokens": num_tokens,
         "delta": settings.delta, "q_len": settings.q_len, "cap": settings.cap, "pad_seqlen": settings.pad_seqlen,
         "window": settings.window or 0, "PAGE_SIZE": settings.page_size, "PAGE_MAP": given.page_map is not None,
-        "WINDOWED": settings.window is not None, "DEBUG": DEBUG, "PDL": False,
+        "WINDOWED": settings.window is not None, "DEBUG": DEBUG,
     }  # fmt: skip

@@ -82,7 +82,7 @@ def _launch(
         len_stride=kv_lens.stride(0), start_stride=stride_of(kv_start),
         page_row_stride=out.stride(0), width=width, cap=cap,
         PAGE_SIZE=page_size, CLEAR=clear, UNIT_STRIDE=has_unit_stride, DEBUG=DEBUG,
-        PDL=False, SHORT=split.short, BLOCK=split.block, num_warps=split.warps,
+        SHORT=split.short, BLOCK=split.block, num_warps=split.warps,
     )  # fmt: skip
 
 

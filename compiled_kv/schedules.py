@@ -48,7 +48,7 @@ def _launch(
         reciprocal=cpu.INT32_MAX // metadata.shape[0], overhead=overhead,
         most=_most_blocks(batch_size, overhead), scratch_ptr=scratch, num_splits_ptr=num_splits,
         tile_scheduler_metadata_ptr=metadata, BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
-        LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PDL=False, PARTS=PARTS, num_warps=WARPS,
+        LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PARTS=PARTS, num_warps=WARPS,
     )  # fmt: skip
 
 

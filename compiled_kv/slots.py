@@ -61,7 +61,7 @@ def _launch(
         pool_row_stride=pool.stride(0), pool_stride=pool.stride(1), index_stride=req_pool_indices.stride(0),
         position_stride=positions.stride(0), cu_stride=stride_of(cu_seqlens_q),
         batch_size=req_pool_indices.shape[0], num_tokens=out.shape[0],
-        PAGED=page_size is not None, PAGE_SIZE=page_size or 1, PDL=False, TOKENS=TOKENS,
+        PAGED=page_size is not None, PAGE_SIZE=page_size or 1, TOKENS=TOKENS,
     )  # fmt: skip
 
 

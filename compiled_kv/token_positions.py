@@ -91,7 +91,7 @@ def _place_tokens_in_place(
             next_positions_ptr=positions, batch_indices_ptr=batch_indices, next_seq_lens_ptr=seq_lens,
             pool_rows=held.shape[0], seq_stride=held.stride(0), cu_stride=cu_seqlens_q.stride(0),
             index_stride=stride_of(req_pool_indices), batch_size=batch_size, num_tokens=tokens, num_rows=rows,
-            COUNTED=counted, PDL=False, TOKENS=TOKENS,
+            COUNTED=counted, TOKENS=TOKENS,
         )  # fmt: skip
         return
     token = cpu.iota(tokens, positions)

@@ -34,7 +34,7 @@ def _launch_translate(out: Tensor, slots: Tensor, full_to_swa: Tensor) -> None:
     launch(
         _translate_slots_kernel, (ceil_div(out.shape[0], TOKENS),), slots_ptr=slots, map_ptr=full_to_swa, out_ptr=out,
         slots_stride=slots.stride(0), map_stride=full_to_swa.stride(0), map_size=full_to_swa.shape[0],
-        num_tokens=out.shape[0], PDL=False, TOKENS=TOKENS,
+        num_tokens=out.shape[0], TOKENS=TOKENS,
     )  # fmt: skip
 
 

@@ -144,17 +144,19 @@ def update_metadata_kernel(
                 status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG,
             )  # fmt: skip
         if further > parts * LANES:
-            few = parts * LANES * (1 + TURNS * WIDE)
-            # More than two long rows get on faster side by side.
-            are_many = tl.sum(((place == 0) & (columns > few)).to(tl.int32), 0) > 2
+            few, end = parts * LANES * (1 + TURNS * WIDE), further.to(tl.int64)
+            if further > few:
+                # More than two long rows get on faster side by side.
+                if tl.sum(((place == 0) & (columns > few)).to(tl.int32), 0) <= 2:
+                    end = few
             change_further(
-                parts * LANES, tl.where(are_many, further, tl.minimum(further, few)), pool_row_ptr, pool_stride,
-                readable, page_row_ptr, swa_row_ptr, map_ptr, map_stride, map_size, start, first, live, old_first,
-                old_live, place, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, DEBUG, LANES, WIDE,
+                parts * LANES, end, pool_row_ptr, pool_stride, readable, page_row_ptr, swa_row_ptr, map_ptr, map_stride,
+                map_size, start, first, live, old_first, old_live, place, part, parts, status_ptr,
+                PAGE_SIZE, PAGE_MAP, DEBUG, LANES, WIDE,
             )  # fmt: skip
-            if (further > few) & (are_many == 0):  # more than half the columns at a time would spill
+            if end < further:  # more than half the columns at a time would spill
                 change_long(
-                    few, columns, first_row, req_to_token_ptr, pool_row, pool_row_stride, pool_stride, readable,
+                    end, columns, first_row, req_to_token_ptr, pool_row, pool_row_stride, pool_stride, readable,
                     page_table_ptr, page_row_stride, swa_page_table_ptr, swa_row_stride, map_ptr, map_stride, map_size,
                     start, first, live, old_first, old_live, part, parts, status_ptr,
                     PAGE_SIZE, PAGE_MAP, DEBUG, GROUP, LANES, WIDE // 2,

@@ -103,7 +103,7 @@ def _launch(
         cap=cap,
         q_len=q_len, window=window or 0, PAGE_SIZE=page_size, PAGE_MAP=full_to_swa is None, WINDOWED=window is not None,
         CLEAR=clear, UNIT_STRIDE=has_unit_stride, DEBUG=DEBUG,
-        PDL=False, SHORT=split.short, BLOCK=split.block, num_warps=split.warps,
+        SHORT=split.short, BLOCK=split.block, num_warps=split.warps,
     )  # fmt: skip
 
 

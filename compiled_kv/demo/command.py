@@ -11,6 +11,7 @@ import click
 import torch
 from rich.console import Console
 
+from compiled_kv.cli import missing
 from compiled_kv.request_traces import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 
 from ..models import NAMES, architecture
@@ -91,7 +92,7 @@ def demo(
 def check_extra() -> None:
     """Refuse to begin without what the models are built with."""
     if find_spec("transformers") is None:
-        raise Unusable("demo needs transformers: pip install 'compiled_kv[cli,models]'")
+        raise Unusable(missing("demo", "transformers"))
 
 
 def check_device(device: str) -> None:
