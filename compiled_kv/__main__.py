@@ -9,7 +9,8 @@ def command_line() -> None:
     try:
         from .cli import main
     except ModuleNotFoundError as error:
-        sys.exit(f"the command line needs {error.name}: pip install 'compiled_kv[cli]'")
+        print(f"the command line needs {error.name}: pip install 'compiled_kv[cli]'", file=sys.stderr)
+        sys.exit(2)
     main(prog_name="compiled-kv")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -80,3 +81,16 @@ def test_what_the_demo_lacks_is_named_with_what_installs_it(
         monkeypatch.delitem(sys.modules, name, raising=False)
     status, text = run("demo", "--requests", "1")
     assert (status, text) == (2, f"Error: demo needs {missing}: pip install 'compiled_kv[cli,models]'\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("compiled_kv", "the command line needs click: pip install 'compiled_kv[cli]'"),
+        ("compiled_kv.bench", "the benchmark needs click: pip install 'compiled_kv[bench]'"),
+    ],
+)
+def test_without_click_one_line_says_what_to_install(module: str, said: str) -> None:
+    script = f"import runpy, sys; sys.modules['click'] = None; runpy.run_module({module!r}, run_name='__main__')"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr.strip()) == (2, said)

@@ -11,7 +11,8 @@ try:
     import click
     import torch
 except ModuleNotFoundError as error:
-    sys.exit(f"the benchmark needs {error.name}: pip install 'compiled_kv[bench]'")
+    print(f"the benchmark needs {error.name}: pip install 'compiled_kv[bench]'", file=sys.stderr)
+    sys.exit(2)
 
 from compiled_kv.bench import extras
 from compiled_kv.bench.cells import QUICK, Cell, default_cells, full_cells
