@@ -12,7 +12,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +32,13 @@ except ImportError:  # e.g. macOS: the CPU bodies still work
 constexpr: Any = int if tl is None else tl.constexpr
 
 
-def kernel(fn: Callable[..., None] | None = None, *, registers: Mapping[int, int] = MappingProxyType({})) -> Any:
+Registers = Callable[[Mapping[str, Any]], int | None]
+
+
+def kernel(fn: Callable[..., None] | None = None, *, registers: Registers = lambda given: None) -> Any:
     """Compile `fn` with Triton, specialized on its `tl.constexpr` arguments and on dtypes alone.
 
-    `registers`: the most that a thread may take, by the number of warps; of NVIDIA GPUs, launched by ourselves.
+    `registers`: the most that a thread may take, from a launch's arguments; of NVIDIA GPUs, launched by ourselves.
     """
     if fn is None:
         return partial(kernel, registers=registers)
@@ -63,9 +65,7 @@ def kernel(fn: Callable[..., None] | None = None, *, registers: Mapping[int, int
 # sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and Inductor could not launch
 # so. A kernel of yours that is launched so must wait too before it reads what any of them wrote: behind an update it
 # may start while the one ahead of that still runs.
-def _on_the_tensors_device(
-    run: Callable[..., Any], names: list[str], registers: Mapping[int, int]
-) -> Callable[..., Any]:
+def _on_the_tensors_device(run: Callable[..., Any], names: list[str], registers: Registers) -> Callable[..., Any]:
     """`run` of a kernel with these parameters where its tensors are: Triton would take the current device, whatever
     theirs is. Torch passes some or all arguments by position."""
     at = names.index("PDL") if "PDL" in names else None
@@ -81,8 +81,9 @@ def _on_the_tensors_device(
             else:
                 kwargs["PDL"] = True
             kwargs["launch_pdl"] = True
-        if torch.version.hip is None and kwargs.get("num_warps") in registers:
-            kwargs["maxnreg"] = registers[kwargs["num_warps"]]
+        most = registers({**dict(zip(names, args)), **kwargs})
+        if most is not None and torch.version.hip is None:
+            kwargs["maxnreg"] = most
         if device == torch.cuda.current_device():
             return run(*args, **kwargs)
         with torch.cuda.device(device):
@@ -164,10 +165,9 @@ def size_of(tensor: torch.Tensor | None) -> int:
 
 # Warps of a program that fills a row of a page table. Few, for much of a short row's work is the same in every warp.
 # Where pages of few tokens take many programs, half as many of twice the warps: a thousand programs take over 1.5 us to
-# start, whatever they do. With more registers the next kernel's would find no room beside these, and start late.
+# start, whatever they do.
 WARPS = 2
 FINE_WARPS = 4
-ROW_REGISTERS = {FINE_WARPS: 96}
 # Columns a program writes at a time, and as many as are worth a program of their own, each of WARPS warps.
 BLOCK = 512
 LEAST = 128

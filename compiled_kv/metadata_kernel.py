@@ -7,6 +7,11 @@ than others is shared with the helpers (long_rows_triton).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from compiled_kv.batch_triton import sum_batch
 from compiled_kv.columns_triton import (
     clear_row,
@@ -17,7 +22,6 @@ from compiled_kv.columns_triton import (
     slots_of_columns,
 )
 from compiled_kv.launch import (
-    ROW_REGISTERS,
     dependent_launch,
     device_function,
     kernel,
@@ -62,13 +66,19 @@ def _finish_row(
         )  # fmt: skip
 
 
+def _registers(given: Mapping[str, Any]) -> int | None:
+    """With more, the next kernel's programs would find no room beside these, and start late. With a pool of 64 bits it
+    takes more, and would spill."""
+    return 96 if given["req_to_token_ptr"].dtype == torch.int32 else None
+
+
 # NOTE [Constants and instructions]
 # A program of a short row lives for a microsecond, and waits longer for its arguments and its own instructions than for
 # data: on an H200 a profiler counted four to seven times as many stalls for these as for loads. So the arguments that
 # the usual program needs stand first, those ahead of its first load in one line of constant memory; the usual branch is
 # the first, and its code in one piece; and a program finds its place, where its first loads lie, and whatever else
 # needs no load, while the kernel ahead still runs.
-@kernel(registers=ROW_REGISTERS)
+@kernel(registers=_registers)
 def decode_metadata_kernel(
     batch_size, parts, reciprocal, helpers, index_stride, seq_stride, req_pool_indices_ptr, seq_lens_ptr, num_reqs_ptr,
     req_to_token_ptr, page_table_ptr, map_ptr, pool_rows, pool_width, pool_row_stride, pool_stride, page_row_stride,

@@ -80,6 +80,21 @@ def check_gather(cell: Cell) -> None:
         assert swa_table is None or torch.equal(swa_table, wanted.swa_page_table)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the same in either process")
+def test_tasks_of_the_known_gather() -> None:
+    pytest.importorskip("triton")
+    from compiled_kv.bench.floors import tasks_of
+
+    given = make_inputs(Cell(2, 6000, 8192, 4, "window"), CPU, 1)
+    given.rows, given.seq_lens = torch.tensor([[3, 0]]), torch.tensor([[4100, 5]], dtype=torch.int32)
+    assert tasks_of(given, 0).tolist() == [
+        [3 * 8192, 0, 512, 1],  # the window of 4,096 tokens has passed one page
+        [3 * 8192 + 2048, 512, 512, 1 - 512],
+        [3 * 8192 + 4096, 1024, 1, 1 - 1024],
+        [0, 2048, 2, 0],
+    ]
+
+
 SCHEDULE = """
 from compiled_kv.bench import baseline_schedule
 lengths = torch.randint(0, 3000, (70,), dtype=torch.int32)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from compiled_kv import codegen, launch, schedule_kernel, updates
 from compiled_kv.launch import kernel as compiled
@@ -130,6 +132,9 @@ OPTIONAL_BY = {
 KNOWN = INPUTS | set(OUTPUTS) | INTS | set(CONSTANTS)
 
 
+DTYPES = {"*i32": torch.int32, "*i64": torch.int64}
+
+
 class Case(NamedTuple):
     """One way to compile a kernel: the types of its runtime parameters, the values of the others, its warps."""
 
@@ -194,7 +199,8 @@ every_case = pytest.mark.parametrize("name", sorted(CASES))
 
 def build(name: str, target: str) -> codegen.MachineCode:
     case = CASES[name]
-    registers = case.kernel.registers.get(case.warps)
+    given = {name: SimpleNamespace(dtype=DTYPES.get(kind)) for name, kind in case.types.items()}
+    registers = case.kernel.registers(given)
     return codegen.build(
         case.kernel, case.types, case.constants, target=target, num_warps=case.warps, registers=registers
     )

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_kv import KVLayout, decode_metadata, reference
 from compiled_kv.columns_triton import fill_turns
 from compiled_kv.launch import (
     FRACTION,
@@ -29,7 +30,7 @@ from compiled_kv.launch import (
 )
 from compiled_kv.long_rows_triton import own_blocks
 from compiled_kv.rows_triton import place_of
-from tests.conftest import INTERPRETED
+from tests.conftest import INTERPRETED, take_small_sizes
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the kernel of this test runs interpreted")
 BATCHES = (1, 2, 3, 7, 8, 64, 65, 127, 256, 319, 512, 527, 528, 659, 660, 661, 5000)
@@ -170,6 +171,19 @@ def test_few_helpers_leave_many_long_rows_alone() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("columns", range(7, 15))
+def test_what_lies_around_the_cut_is_written(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs of a row write four columns each, and helpers the rest, two at a time."""
+    take_small_sizes(monkeypatch, {"LEAST": 1, "BLOCK": 2, "LONG": 4, "SHARED": 2, "PROGRAMS": 12, "HELPERS": 3})
+    layout = KVLayout(page_size=8, max_context_len=128)
+    pool = torch.arange(8, 8 + 5 * 128).view(5, 128).flip(0)
+    given = pool, torch.arange(5), torch.tensor([5, 8 * columns, 9, 8, 0])
+    found, (wanted, _) = decode_metadata(*given, layout=layout), reference.decode_metadata(*given, layout=layout)
+    assert split_rows(5, layout.max_num_pages, 8, is_mapped=False, has_unit_stride=True)[2:6] == (2, 4, 2, 3)
+    assert torch.equal(found.page_table, wanted.page_table)
+
+
+@interpreted
 def test_nothing_is_read_past_the_last_turn_of_the_widest_row() -> None:
     parts = 2**29
     tables, nothing = torch.full((2, 4), 5, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
@@ -189,4 +203,4 @@ def test_interpreted_device_functions() -> None:
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0 and "19 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "27 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]

@@ -58,6 +58,22 @@ def test_long_rows_join_among_short_ones_and_shrink(
         rig.step(call | ({"full_to_swa": torch.arange(4_000).flip(0)} if mapped else {}))
 
 
+@devices
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("least", [16, 1_040], ids=["turn", "turns-side-by-side"])
+def test_one_column_behind_what_a_row_takes_is_written(
+    device: str, least: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_small_sizes(monkeypatch, {"UPDATERS": 2 * parts})
+    layout = KVLayout(page_size=1, max_context_len=4_000)
+    rig = Rig(layout, device, 1, mapped=False)
+    for generation, columns in enumerate((least * parts + 1, least * parts, least * parts + 1)):
+        rig.step({
+            "req_to_token": torch.arange(4_000).flip(0)[None] + generation, "req_pool_indices": torch.tensor([0]),
+            "seq_lens": torch.tensor([columns]), "generations": torch.tensor([generation]), "layout": layout,
+        })  # fmt: skip
+
+
 def test_a_window_may_pass_more_columns_than_are_new() -> None:
     layout = KVLayout(page_size=4, max_context_len=140, window=67)
     rig, pool = Rig(layout, "cpu", 1, mapped=True), torch.arange(4, 144)[None]

@@ -1,5 +1,8 @@
-"""What nothing can beat: a copy of the bytes that must move, loads that must wait for each other, and a gather whose
-grid and addresses the host, knowing all lengths, has made beforehand."""
+"""What there is to do, and nothing else: a copy of the bytes that must move, loads that must wait for each other, and a
+gather whose grid and addresses the host, knowing all lengths, has made beforehand.
+
+None of them starts before the call ahead has ended, as ours do: a short call of ours takes less.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,8 @@ def gather(given: Inputs, tasks: Tensor, table: Tensor, swa_table: Tensor | None
 
 def tasks_of(given: Inputs, index: int) -> Tensor:
     """For every COLUMNS live columns of a batch's rows: where in the pool and in the table they begin, how many they
-    are, and how many of these the sliding window has passed. int64 [tasks, 4]."""
+    are, and the first that the sliding window sees, counted from there, so that it may lie ahead of them or behind.
+    int64 [tasks, 4]."""
     page_size, rows, lengths = given.layout.page_size, given.rows[index], given.seq_lens[index].long()
     pages = (lengths + page_size - 1) // page_size
     passed = (lengths - WINDOW).clamp(min=0) // page_size if given.cell.swa == "window" else torch.zeros_like(pages)
