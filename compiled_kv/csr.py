@@ -30,11 +30,12 @@ from compiled_kv.checks import (
 )
 from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
 from compiled_kv.csr_kernel import csr_kernel
-from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
+from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.registration import operator
 from compiled_kv.rows_cpu import INT32_MAX
+from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
 Csr = tuple[Tensor, Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices", "kv_last_page_len")

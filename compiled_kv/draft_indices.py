@@ -32,10 +32,11 @@ from compiled_kv.checks import (
 )
 from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
-from compiled_kv.launch import BLOCK, SCAN, clearers, launch, programs_a_row, runs_kernel, size_of, stride_of
+from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.registration import operator
+from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
 Pair = tuple[Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices")

@@ -31,10 +31,11 @@ from compiled_kv.checks import (
 )
 from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
-from compiled_kv.launch import BLOCK, SCAN, TOKENS, launch, programs_a_row, runs_kernel, size_of, stride_of
+from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
 from compiled_kv.registration import operator
+from compiled_kv.sharing import BLOCK, SCAN, TOKENS, programs_a_row
 
 FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "swa_page_table", "swa_slot_mapping")
 

@@ -24,21 +24,11 @@ from compiled_kv.checks import (
     check_layout,
     check_tuple,
 )
-from compiled_kv.launch import (
-    CHUNK,
-    SCAN,
-    WARPS,
-    chunks,
-    dependent_launch,
-    kernel,
-    launch,
-    runs_kernel,
-    stride_of,
-    tl,
-)
+from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows
+from compiled_kv.sharing import CHUNK, SCAN, WARPS, chunks
 from compiled_kv.status import DEBUG
 
 Seqlens = tuple[Tensor, Tensor, Tensor]

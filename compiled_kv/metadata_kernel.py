@@ -21,14 +21,7 @@ from compiled_kv.columns_triton import (
     slots_if_short,
     slots_of_columns,
 )
-from compiled_kv.launch import (
-    dependent_launch,
-    device_function,
-    kernel,
-    launch_dependents,
-    tl,
-    wait_knowing,
-)
+from compiled_kv.launch import dependent_launch, device_function, kernel, launch_dependents, tl, wait_knowing
 from compiled_kv.long_rows_triton import help_long_rows, own_blocks
 from compiled_kv.rows_triton import (
     active_rows,

@@ -10,21 +10,12 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import check_distinct_fake
-from compiled_kv.launch import (
-    CHUNK,
-    ROW_TOKENS,
-    SCAN,
-    chunks,
-    launch,
-    reciprocal_of,
-    runs_kernel,
-    size_of,
-    split_rows,
-)
+from compiled_kv.launch import launch, runs_kernel, size_of
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
 from compiled_kv.registration import operator
+from compiled_kv.sharing import CHUNK, ROW_TOKENS, SCAN, chunks, reciprocal_of, split_rows
 
 
 def _present(**tensors: Tensor | None) -> dict[str, Tensor]:

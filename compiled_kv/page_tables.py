@@ -30,10 +30,11 @@ from compiled_kv.checks import (
     check_tail,
 )
 from compiled_kv.columns_triton import clear_row, fill_row
-from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
+from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import clamped_length, is_within, load_at, pages_of, value_at
+from compiled_kv.sharing import split_rows
 from compiled_kv.status import DEBUG, Status
 
 

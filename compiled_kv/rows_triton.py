@@ -6,7 +6,8 @@ on: the variable factor is widened, never the stride, which a compiler may have 
 
 from __future__ import annotations
 
-from compiled_kv.launch import FRACTION, constexpr, device_function, tl
+from compiled_kv.launch import constexpr, device_function, tl
+from compiled_kv.sharing import FRACTION
 from compiled_kv.status import Status
 
 INT32_MAX = constexpr(2**31 - 1)

@@ -30,11 +30,12 @@ from compiled_kv.checks import (
     check_distinct_fake,
     check_width,
 )
-from compiled_kv.launch import chunks, is_reciprocal_exact, launch, programs_a_row, reciprocal_of, runs_kernel
+from compiled_kv.launch import launch, runs_kernel
 from compiled_kv.layout import KVLayout, ceil_div
 from compiled_kv.metadata import check_step
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
 from compiled_kv.registration import operator
+from compiled_kv.sharing import chunks, is_reciprocal_exact, programs_a_row, reciprocal_of
 from compiled_kv.update_kernel import update_metadata_kernel
 from compiled_kv.updates_cpu import cpu_body
 
@@ -49,7 +50,7 @@ WIDE = 8
 TURNS = 8
 UPDATERS = 32
 WARPS = 4
-# Rows a program takes prefix sums of, as in `launch`: so many that none are ahead in most batches; and lanes where the
+# Rows a program takes prefix sums of, as in `sharing`: so many that none are ahead in most batches; and lanes where the
 # whole batch has no more rows than these.
 UPDATE_CHUNK = 512
 UPDATE_SCAN = 128

@@ -26,7 +26,7 @@ from compiled_kv.checks import (
     check_tuple,
 )
 from compiled_kv.columns_triton import clear_row, fill_row
-from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, split_rows, stride_of, tl
+from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
 from compiled_kv.registration import operator
@@ -39,6 +39,7 @@ from compiled_kv.rows_triton import (
     pages_of,
     value_at,
 )
+from compiled_kv.sharing import split_rows
 from compiled_kv.status import DEBUG, Status
 
 Pair = tuple[Tensor, Tensor]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from compiled_kv import codegen, launch, schedule_kernel, updates
+from compiled_kv import codegen, schedule_kernel, sharing, updates
 from compiled_kv.launch import kernel as compiled
 from compiled_kv.launch import tl
 from compiled_kv.staging import HALF
@@ -75,18 +75,18 @@ CONSTANTS: dict[str, tuple[object, ...]] = {
     "DEBUG": (False, True),
     "PDL": (False, True),
     "UNIT_STRIDE": (True, False),
-    "BLOCK": (launch.BLOCK,),
-    "SHORT": (launch.LEAST,),
-    "TOKENS": (launch.TOKENS,),
-    "LONG": (launch.LONG,),
-    "SHARED": (launch.SHARED,),
+    "BLOCK": (sharing.BLOCK,),
+    "SHORT": (sharing.LEAST,),
+    "TOKENS": (sharing.TOKENS,),
+    "LONG": (sharing.LONG,),
+    "SHARED": (sharing.SHARED,),
     "GROUP": (updates.GROUP,),
     "LANES": (updates.LANES,),
     "WIDE": (updates.WIDE,),
     "TURNS": (updates.TURNS,),
     "FEW": (updates.FEW,),
-    "CHUNK": (launch.CHUNK,),
-    "SCAN": (launch.SCAN,),
+    "CHUNK": (sharing.CHUNK,),
+    "SCAN": (sharing.SCAN,),
     "BLOCK_SIZE": (64, 1, 48),
     "IN_TOKENS": (False, True),
     "LEGACY": (False, True),
@@ -106,10 +106,10 @@ OPTIONAL = [
 ]
 FROM_TOKEN_POOL = {"_page_table_kernel", "_swa_page_table_kernel", "decode_metadata_kernel"}
 # What a launch passes besides the common values.
-OF_ROWS = {"TOKENS": launch.ROW_TOKENS}
+OF_ROWS = {"TOKENS": sharing.ROW_TOKENS}
 OF_UPDATES = {"CHUNK": updates.UPDATE_CHUNK, "SCAN": updates.UPDATE_SCAN}
 PASSED = {"decode_metadata_kernel": OF_ROWS, "update_metadata_kernel": OF_UPDATES}
-WARPS = {"_seqlens_kernel": launch.WARPS}
+WARPS = {"_seqlens_kernel": sharing.WARPS}
 WARPS["update_metadata_kernel"] = updates.WARPS
 WARPS["flashmla_schedule_kernel"] = schedule_kernel.WARPS
 # Names that one kernel uses in its own way: as an input, never None, or None where others need it.
@@ -154,7 +154,7 @@ def specialise(kernel: Any, width: str, absent: Iterable[str] = (), **constants:
     page_size = constants.get("PAGE_SIZE", CONSTANTS["PAGE_SIZE"][0])
     warps = WARPS.get(kernel.__name__, 4)
     if kernel.__name__ in FROM_TOKEN_POOL:
-        split = launch.split_rows(
+        split = sharing.split_rows(
             1, 1, int(str(page_size)), is_mapped="map_ptr" in set(names) - set(absent),
             has_unit_stride=bool({**common, **constants}["UNIT_STRIDE"]),
         )  # fmt: skip

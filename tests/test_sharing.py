@@ -18,18 +18,10 @@ import torch
 
 from compiled_kv import KVLayout, decode_metadata, reference
 from compiled_kv.columns_triton import fill_turns
-from compiled_kv.launch import (
-    FRACTION,
-    Split,
-    is_reciprocal_exact,
-    kernel,
-    launch,
-    reciprocal_of,
-    split_rows,
-    tl,
-)
+from compiled_kv.launch import kernel, launch, tl
 from compiled_kv.long_rows_triton import own_blocks
 from compiled_kv.rows_triton import place_of
+from compiled_kv.sharing import FRACTION, Split, is_reciprocal_exact, reciprocal_of, split_rows
 from tests.conftest import INTERPRETED, take_small_sizes
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the kernel of this test runs interpreted")
