@@ -29,12 +29,10 @@ except ImportError:  # e.g. macOS: the CPU bodies still work
     triton = tl = None
 
 constexpr: Any = int if tl is None else tl.constexpr
-
-
 Registers = Callable[[Mapping[str, Any]], int | None]
 
 
-def kernel(fn: Callable[..., None] | None = None, *, registers: Registers = lambda given: None) -> Any:
+def kernel(fn: Callable[..., None] | None = None, *, registers: Registers | None = None) -> Any:
     """Compile `fn` with Triton, specialized on its `tl.constexpr` arguments and on dtypes alone.
 
     `registers`: the most that a thread may take, from a launch's arguments; of NVIDIA GPUs, launched by ourselves.
@@ -64,7 +62,9 @@ def kernel(fn: Callable[..., None] | None = None, *, registers: Registers = lamb
 # sees `PDL=False`: torch's analysis of mutated arguments does not know the instructions, and Inductor could not launch
 # so. A kernel of yours that is launched so must wait too before it reads what any of them wrote: behind an update it
 # may start while the one ahead of that still runs.
-def _on_the_tensors_device(run: Callable[..., Any], names: list[str], registers: Registers) -> Callable[..., Any]:
+def _on_the_tensors_device(
+    run: Callable[..., Any], names: list[str], registers: Registers | None
+) -> Callable[..., Any]:
     """`run` of a kernel with these parameters where its tensors are: Triton would take the current device, whatever
     theirs is. Torch passes some or all arguments by position."""
     at = names.index("PDL") if "PDL" in names else None
@@ -80,9 +80,9 @@ def _on_the_tensors_device(run: Callable[..., Any], names: list[str], registers:
             else:
                 kwargs["PDL"] = True
             kwargs["launch_pdl"] = True
-        most = registers({**dict(zip(names, args)), **kwargs})
-        if most is not None and torch.version.hip is None:
-            kwargs["maxnreg"] = most
+        if registers is not None and torch.version.hip is None:
+            most = registers({**dict(zip(names, args)), **kwargs})
+            kwargs |= {} if most is None else {"maxnreg": most}
         if device == torch.cuda.current_device():
             return run(*args, **kwargs)
         with torch.cuda.device(device):

@@ -200,7 +200,7 @@ every_case = pytest.mark.parametrize("name", sorted(CASES))
 def build(name: str, target: str) -> codegen.MachineCode:
     case = CASES[name]
     given = {name: SimpleNamespace(dtype=DTYPES.get(kind)) for name, kind in case.types.items()}
-    registers = case.kernel.registers(given)
+    registers = case.kernel.registers and case.kernel.registers(given)
     return codegen.build(
         case.kernel, case.types, case.constants, target=target, num_warps=case.warps, registers=registers
     )
