@@ -6,10 +6,9 @@
     page_table(...) -> [[2, 1]]                    ceil(6 / 4) = 2 live columns, each slot // 4
 
 The page-table kernel that reads the lengths on the device, its grid from a static bound, is published in SGLang's
-trtllm_mha back
-end; the FlashMLA block-index kernel parallel over page blocks in its flashmla back end. Here a fixed number of
-programs a row
-stride over the row's live pages, so that cost follows the live lengths and not the context bound.
+trtllm_mha back end; the FlashMLA block-index kernel parallel over page blocks in its flashmla back end. Here a fixed
+number of programs a row stride over the row's live pages, so that cost follows the live lengths and not the context
+bound.
 """
 
 from __future__ import annotations
