@@ -14,7 +14,7 @@ import torch
 
 import compiled_kv as ckv
 from compiled_kv import reference
-from compiled_kv.bench.cells import AXES, Cell, default_cells, full_cells
+from compiled_kv.bench.cells import AXES, QUICK, Cell, default_cells, full_cells
 from compiled_kv.bench.claims import FORMS, bound_ratios, claims, geometric_mean, misses
 from compiled_kv.bench.contenders import contenders, incremental
 from compiled_kv.bench.expected import check, expected
@@ -246,6 +246,26 @@ def test_quick_run(tmp_path: Path) -> None:
     ours = {"ours", "ours-clear", "incremental", "incremental-untouched"}
     assert ours | {"gather", "gather-compiled"} <= set(cell["times"])
     assert cell["name"] in (tmp_path / "results.md").read_text()
+
+
+def beside(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/beside.py", "--quick", "--rounds", "1", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_trees_side_by_side() -> None:
+    ran = beside(".", ".,WARPS=4", "--contender", "ours")
+    assert ran.returncode == 0, ran.stderr
+    found = [line.split()[:3] for line in ran.stdout.splitlines()]
+    assert found == [[cell.name, "ours", tree] for cell in QUICK for tree in (".", ".,WARPS=4")]
+
+
+@pytest.mark.parametrize(
+    "tree, said", [("nobody", "neither a folder with compiled_kv/"), (".,NOTHING=3", "no file begins a line with")]
+)
+def test_a_tree_that_is_not_there(tree: str, said: str) -> None:
+    ran = beside(tree)
+    assert ran.returncode == 2 and f"{tree}" in ran.stderr and said in ran.stderr
 
 
 def test_cells_cover_every_pair_of_neighbouring_axes() -> None:

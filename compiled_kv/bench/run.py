@@ -32,7 +32,7 @@ def run_cell(cell: Cell, device: torch.device, rounds: int, trace: Path | None =
         known: Known = {}
         for name, contender in running.items():
             check(given, name, contender, index, known)
-    timed = {name: _timed(contender, given) for name, contender in running.items()}
+    timed = {name: to_time(contender, given) for name, contender in running.items()}
     if device.type == "cuda":
         interleave(timed, rounds)
     else:
@@ -40,7 +40,8 @@ def run_cell(cell: Cell, device: torch.device, rounds: int, trace: Path | None =
     return {**cell.to_dict(), "live_pages": given.live_pages, **judged(running, timed)}
 
 
-def _timed(contender: Contender, given: Inputs) -> Timed:
+def to_time(contender: Contender, given: Inputs) -> Timed:
+    """All batches of `given`, as one thing to replay: on CUDA a graph."""
     if given.rows.is_cuda:
         return Timed(captured(contender.step, given.sets), given.sets, contender.before)
 
