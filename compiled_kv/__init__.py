@@ -13,6 +13,7 @@ from compiled_kv.schedules import flashmla_schedule
 from compiled_kv.slots import slot_mapping
 from compiled_kv.status import Status
 from compiled_kv.translation import translate_slots
+from compiled_kv.updates import new_held, update_metadata
 from compiled_kv.windows import swa_page_table
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
     from compiled_kv.replay.graphs import DecodeGraphs
     from compiled_kv.tracing.fakes import host
     from compiled_kv.tracing.graphs import capture
-    from compiled_kv.updates import new_held, update_metadata
 
-# Tools around a decode step; they import dynamo, which a serving process may do without until it needs them.
+# Tools around a decode step. Most import dynamo, which a serving process may do without until it needs them.
 _TOOLS = {
     "DecodeBatch": "batches",
     "DecodeBuffers": "buffers",
@@ -36,8 +36,6 @@ _TOOLS = {
     "capture": "tracing.graphs",
     "check_replay": "replay.check",
     "host": "tracing.fakes",
-    "new_held": "updates",
-    "update_metadata": "updates",
 }
 
 __all__ = [

@@ -96,13 +96,14 @@ def _update_metadata(
     out = DecodeMetadata(
         cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, slot_mapping, swa_slot_mapping
     )
-    check_distinct_fake(_outputs(out, held), {**given._asdict(), "generations": generations})
+    check_distinct_fake(_outputs(out, held, status), {**given._asdict(), "generations": generations})
     body = _launch if runs_kernel(req_to_token) else cpu_body
     body(out, held, generations, given, settings, num_tokens)
 
 
-def _outputs(out: DecodeMetadata, held: Tensor) -> dict[str, Tensor]:
-    return {f"out.{name}": t for name, t in out._asdict().items() if t is not None} | {"held": held}
+def _outputs(out: DecodeMetadata, held: Tensor, status: Tensor | None) -> dict[str, Tensor]:
+    named = {**{f"out.{name}": t for name, t in out._asdict().items()}, "held": held, "status": status}
+    return {name: t for name, t in named.items() if t is not None}
 
 
 def update_metadata(
@@ -139,8 +140,7 @@ def update_metadata(
     _check_room(sizes, held, out, layout, full_to_swa is not None or page_map is not None, tokens)
     inputs = (req_to_token, req_pool_indices, seq_lens, generations, q_lens, slots, full_to_swa, page_map, num_reqs)
     named = dict(zip(_INPUTS, inputs))
-    outputs = _outputs(out, held)
-    check_distinct(outputs if status is None else {**outputs, "status": status}, named)
+    check_distinct(_outputs(out, held, status), named)
     settings = (layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, pad_seqlen, layout.window)
     torch.ops.compiled_kv.update_metadata(*inputs, status, held, *out, *settings, tokens or 0)
     return first_rows(out, batch_size, tokens)

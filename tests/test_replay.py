@@ -529,6 +529,16 @@ def test_a_stage_of_its_own_is_refused_in_a_checked_step() -> None:
         check_replay(lambda buffers, size: buffers.metadata(size, q_len=2), backend=None)
 
 
+def test_a_checked_step_reads_the_buffers_settings() -> None:
+    """They are what a step's own shapes are made of; naming their value is no stage of its own."""
+
+    def step(buffers: Any, size: int) -> Tensor:
+        assert not buffers.ragged and not buffers.given_slots and buffers.max_num_tokens >= size * buffers.q_len
+        return buffers.metadata(size, buffers.seq_len_delta, q_len=buffers.q_len).cache_seqlens
+
+    assert check_replay(step, walk(serving(mode="verify"), 20), backend=None).steps == 20
+
+
 def cut_by_value(buffers: DecodeBuffers, batch_size: int) -> Tensor:
     meta = buffers.metadata(batch_size)
     return meta.slot_mapping[: int(meta.cu_seqlens_q[-1])]

@@ -285,6 +285,26 @@ def test_overlapping_outputs_are_refused() -> None:
         update_metadata(**call, held=rig.held, out=rig.out._replace(cu_seqlens_k=rig.out.cu_seqlens_q))
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_status_inside_an_input_is_refused(is_compiled: bool) -> None:
+    """While tracing, two views of one memory are two objects: the operator's own body sees them."""
+    if is_compiled and INTERPRETED:
+        pytest.skip("an interpreted kernel cannot be traced")
+    rig = Rig(SMALL, "cpu", 1, mapped=False)
+    (call,) = steps((1, 7, 9))
+    lengths = call["seq_lens"] = call["seq_lens"].int()
+    update = torch.compile(update_metadata, fullgraph=True) if is_compiled else update_metadata
+    with pytest.raises(Exception, match="status must not overlap seq_lens"):
+        update(**call | {"status": lengths[:1]}, held=rig.held, out=rig.out)
+    assert rig.out.cache_seqlens.eq(-77).all()
+
+
+def test_the_package_registers_the_operator() -> None:
+    """A program that was exported with it is loaded by a process that knows no more than the package's name."""
+    code = "import torch, compiled_kv; torch.ops.compiled_kv.update_metadata.default"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @traces
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

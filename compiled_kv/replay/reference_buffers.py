@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.buffers import SETTINGS, DecodeBuffers
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.replay.names import SLOTS
 from compiled_kv.replay.reference import Expected
@@ -33,8 +33,8 @@ class ReferenceBuffers:
 
     def __init__(self, expected: Expected, buffers: DecodeBuffers, added: Mapping[str, Tensor]) -> None:
         self.is_asked, self._added = False, {name: tensor.clone() for name, tensor in added.items()}
-        self.layout, self.max_batch_size, self.q_len = buffers.layout, buffers.max_batch_size, buffers.q_len
-        self.seq_len_delta, self.pad_seqlen = buffers.seq_len_delta, buffers.pad_seqlen
+        for name in SETTINGS:
+            setattr(self, name, getattr(buffers, name))
         self.req_to_token, self.full_to_swa = buffers.req_to_token, buffers.full_to_swa
         self.page_map, self.status = buffers.page_map, torch.zeros_like(buffers.status)
         device = buffers.inputs.device
@@ -63,9 +63,12 @@ class ReferenceBuffers:
     def metadata(self, batch_size: int, seq_len_delta: int | None = None, **stage: Any) -> DecodeMetadata:
         """What `DecodeBuffers.metadata` must return."""
         self.is_asked = True
-        changed = {name: value for name, value in stage.items() if value is not None}
-        if seq_len_delta not in (None, self.seq_len_delta):
-            changed["seq_len_delta"] = seq_len_delta
+        own = {"seq_len_delta": self.seq_len_delta} | ({} if self.ragged else {"q_len": self.q_len})
+        stage["seq_len_delta"] = seq_len_delta
+        changed = {
+            name: value for name, value in stage.items()
+            if value is not None and not (isinstance(value, int) and value == own.get(name))
+        }  # fmt: skip
         if changed:
             name, value = next(iter(changed.items()))
             raise ValueError(f"{name} must be the buffers' own in a checked step, got {value}")
