@@ -1,8 +1,8 @@
 """Where Triton meets torch: the kernel decorator, and the launch that a traced operator can hold.
 
-Nothing derived from a batch may enter a kernel's compilation key, or each new batch would compile a new kernel
-(NOTE [No specialization]). `kernel` guarantees it: every argument without a `tl.constexpr` annotation is left
-unspecialized, pointers (named `*_ptr`) in their alignment too.
+Nothing derived from a batch may enter a kernel's compilation key, or each new batch would compile a new kernel.
+`kernel` guarantees it: every argument without a `tl.constexpr` annotation is left unspecialized, pointers (named
+`*_ptr`) in their alignment too.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     seq_lens = [5, 3, 9], delta = 1, q_len = 1, num_reqs = 2        row 2 is padding
     cache_seqlens -> [6, 4, 0]    cu_seqlens_q -> [0, 1, 2, 2]    cu_seqlens_k -> [0, 6, 10, 10]
 
-One program scans the batch in chunks of fixed size with a carry: a block as wide as the batch would compile anew for
-each batch.
+Each program scans a chunk of fixed size and adds up the rows ahead of it: a block as wide as the batch would compile
+anew for each batch.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def get_mla_metadata(
         cache_seqlens: int [B].
         num_heads_per_head_k: query heads times queries a request, for each head of the cache.
         num_heads_k: heads of the cache.
-        num_sms: multiprocessors; those of the current CUDA device if absent.
+        num_sms: multiprocessors; those of the lengths' CUDA device if absent.
 
     Returns:
         (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [B + 1]).

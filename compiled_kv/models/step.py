@@ -108,7 +108,7 @@ class PagedCausalLM(PagedState):
         Args:
             token_ids: int64 [B, Q]; of a ragged row the first `q_lens[i]` count.
             req_pool_indices: int [B], the rows of `req_to_token`.
-            seq_lens: int [B], committed tokens: with `seq_len_delta` they count the tokens of this step.
+            seq_lens: int [B], committed tokens; `seq_lens + seq_len_delta` counts those of this step.
             num_reqs: int [1], rows in use; the others are padding.
             q_lens: int [B], the tokens of each row in a ragged step.
 

@@ -2,8 +2,8 @@
 ints.
 
 check_replay(decode_step, walk(serving("verify", window=64), steps=500))
--> ReplayFault: stale tail in step 7 of story: page_table[2, 1] holds 9, expected 0: row 2 has 1 live columns
-   the shortest scenario that shows it:
+-> ReplayFault: stale tail in step 7 of walk, seed 0: page_table[2, 1] holds 9, expected 0: row 2 has 1 live columns
+   the shortest scenario found that shows it, 5 events:
    join 17
    step 1
    ...

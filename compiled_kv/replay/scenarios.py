@@ -1,8 +1,8 @@
 """What a replay is checked with: named sequences of joins, leaves, swaps, forks, evictions and steps.
 
-    story()                       the acceptance story: 8 rows, one ends, pages are crossed, 5 live, 1 live, 8 new ones
-    walk(seed, steps)             a seeded random walk
-    trace(lengths, steps)         requests of a trace in order, each for as many steps as it generates tokens
+    story(serving)                     eight rows, one ends, pages are crossed, five live, one live, eight new ones
+    walk(serving, steps, seed)         a seeded random walk
+    trace(serving, lengths, steps)     requests of a trace in order, each for as many steps as it generates tokens
 
 A scenario is data: its events can be cut short, thinned out and printed, and any part of one is a scenario.
 """
@@ -93,7 +93,7 @@ def serving(
 
 
 def story(serving: Serving) -> Scenario:
-    """Kind 21: eight live; request 2 ends and the last row moves into its place; rows 0 and 5 cross a page; five live;
+    """Eight live; request 2 ends and the last row moves into its place; rows 0 and 5 cross a page; five live;
     one live; eight again with new requests."""
     page = serving.layout.page_size
     eight = [Event("join", length) for length in (page - 2, 3, 5, 4, 2, page - 3, 7, 2 * page)]
@@ -129,7 +129,7 @@ def walk(serving: Serving, steps: int, seed: int = 0) -> Scenario:
     return Scenario(f"walk, seed {seed}", serving, tuple(events))
 
 
-def trace(serving: Serving, lengths: Iterable[tuple[int, int]], steps: int, name: str = "trace") -> Scenario:
+def trace(serving: Serving, lengths: Iterable[tuple[int, int]], steps: int) -> Scenario:
     """Requests of (prompt, generated) tokens join in order as places come free and stay as long as they generate.
 
     Lengths are scaled so that the longest fits the context bound, and the pools cut to less than a full batch of
@@ -155,7 +155,7 @@ def trace(serving: Serving, lengths: Iterable[tuple[int, int]], steps: int, name
             sent += 1
         events.append(Event("step", step))
         due += rate
-    return Scenario(name, serving, tuple(events))
+    return Scenario("trace", serving, tuple(events))
 
 
 def shorter(events: Sequence[Event], fails: Callable[[tuple[Event, ...]], bool], attempts: int) -> tuple[Event, ...]:

@@ -25,7 +25,7 @@ class Scheduler(Holdings):
         super().__init__(serving)
         self.running: list[Request] = []
         self.waiting: deque[tuple[int, int]] = deque()
-        self.joined = self.steps = self.preemptions = 0
+        self.joined = self.preemptions = 0
 
     # Events. One that makes no sense now does nothing, so that any part of a scenario is a scenario.
 
@@ -70,7 +70,6 @@ class Scheduler(Holdings):
 
     def step(self, seed: int, _: int = 0) -> Planned:
         """Everyone computes a token, or some; `seed` says how many are accepted."""
-        self.steps += 1
         self._resume()
         self._make_room(seed)
         rows = [

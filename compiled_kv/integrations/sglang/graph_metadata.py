@@ -97,7 +97,7 @@ def normal_decode_set_metadata(
     Args:
         cache_seqlens_int32: int32 [bs]; cu_seqlens_k: int32 [bs + 1]; page_table, swa_page_table: int32 [bs, P].
         max_seq_pages: columns of the tables that may be written; `zero_tail` zeroes those of them that are not live.
-        seq_len_delta: tokens beyond `seq_lens`, int [bs].
+        seq_lens: int [bs]. seq_len_delta: tokens beyond them.
         full_to_swa_index_mapping: int [N], slots to slots. swa_v2p: int [NS], pages to pages. One goes with
             `swa_page_table`.
         full_v2p: int [NP], virtual to physical pages of `page_table`. An unbound page gives page 0 in either.
