@@ -16,8 +16,9 @@ from torch import Tensor
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.metadata_parts import DecodeMetadata
-from compiled_kv.replay.check import Each, Step, metadata_step
+from compiled_kv.replay.check import metadata_step
 from compiled_kv.replay.graphs import DecodeGraphs
+from compiled_kv.replay.player import Each, Step
 from compiled_kv.replay.scenarios import Scenario, parse_events, serving, story, walk
 
 

@@ -82,7 +82,7 @@ def test_tools_know_no_particular_operator(part: str) -> None:
 
 @pytest.mark.parametrize("part", sorted(REPLAY & {name.split(".")[0] for name in FILES}))
 def test_replay_knows_the_buffers_and_no_other_operator(part: str) -> None:
-    others = {"batches", "buffers", "metadata_parts", "request_traces", "staging", "updates"}
+    others = {"batches", "buffers", "metadata_parts", "page_pool", "request_traces", "staging", "updates"}
     assert imported_by(part) <= {*BASE, *TOOLS, *REPLAY, *others}
 
 

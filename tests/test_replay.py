@@ -16,8 +16,9 @@ from compiled_kv import reference
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.layout import KVLayout
-from compiled_kv.replay.check import Each, ReplayFault, Step, check_replay, metadata_step, powers_of_two
+from compiled_kv.replay.check import check_replay, metadata_step
 from compiled_kv.replay.graphs import DecodeGraphs
+from compiled_kv.replay.player import Each, ReplayFault, Step, powers_of_two
 from compiled_kv.replay.pools import make_pools
 from compiled_kv.replay.scenarios import MODES, Event, Scenario, parse_events, serving, shorter, story, trace, walk
 from compiled_kv.replay.scheduler import Scheduler, play

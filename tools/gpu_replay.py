@@ -18,7 +18,8 @@ import torch
 from replay_times import host, say
 from update_times import device
 
-from compiled_kv.replay.check import ReplayFault, check_replay, metadata_step
+from compiled_kv.replay.check import check_replay, metadata_step
+from compiled_kv.replay.player import ReplayFault
 from compiled_kv.replay.scenarios import Scenario, serving, story, trace, walk
 from compiled_kv.request_traces import read_trace, synthetic_trace
 

@@ -10,8 +10,9 @@ import click
 import torch
 
 from compiled_kv.auditor.entry import EntryError, load
-from compiled_kv.replay.check import EmptyScenario, ReplayFault, Step, check_replay, metadata_step
+from compiled_kv.replay.check import EmptyScenario, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
+from compiled_kv.replay.player import ReplayFault, Step
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
 from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.layout import KVLayout, ceil_div
+from compiled_kv.page_pool import PagePool
 
 NOWHERE = -1
 
@@ -95,30 +96,12 @@ class Write(NamedTuple):
     values: list[int]
 
 
-class Pages:
-    """Pages of one pool, with a count of holders each; page 0 is the null page."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.free, self.holders = list(range(num_pages - 1, 0, -1)), [0] * num_pages
-
-    def take(self) -> int:
-        self.holders[self.free[-1]] = 1
-        return self.free.pop()
-
-    def release(self, page: int) -> bool:
-        """Let go once; True if nobody holds the page any more."""
-        self.holders[page] -= 1
-        if not self.holders[page]:
-            self.free.append(page)
-        return not self.holders[page]
-
-
 class Holdings:
     """Rows and pages; `writes` is what the allocator's tensors are to hold, in order, since they were last taken."""
 
     def __init__(self, serving: Serving) -> None:
         self.serving, self.page_size = serving, serving.layout.page_size
-        self.pages, self.swa = Pages(serving.num_pages), Pages(serving.num_swa_pages)
+        self.pages, self.swa = PagePool(serving.num_pages), PagePool(serving.num_swa_pages)
         self.rows, self.generations = list(range(serving.max_reqs - 1, -1, -1)), [0] * serving.max_reqs
         self.writes: list[Write] = []
 

@@ -63,9 +63,9 @@ class Scheduler(Holdings):
             source = self.running[index % len(self.running)]
             request = self._admit(source.length)
             for page, swa_page in zip(source.pages, source.swa_pages):
-                self.pages.holders[page] += 1
+                self.pages.hold(page)
                 if swa_page != NOWHERE:
-                    self.swa.holders[swa_page] += 1
+                    self.swa.hold(swa_page)
             self.append(request, source.pages, source.swa_pages)
 
     def step(self, seed: int, _: int = 0) -> Planned:
