@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,7 +79,11 @@ def wait() -> None:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # here
 
 
-WAIT_LINE = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
+def line_that_ends(mark: str) -> int:
+    return next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(mark))
+
+
+WAIT_LINE = line_that_ends("# here")
 
 
 def waiting(x: Tensor) -> Tensor:
@@ -96,6 +102,30 @@ def test_waits_graphs_and_kernels_are_noted_with_their_lines() -> None:
     assert seen.waits_raised == "RuntimeError: called a synchronizing CUDA operation" and seen.waited
     assert seen.graphs == 2 and seen.captured and not seen.failures
     assert seen.kernels == {"bump": 2} and seen.memory == {"DtoH": 1}
+
+
+log = logging.Logger("of a step")
+log.addHandler(logging.StreamHandler(io.StringIO()))
+
+
+def logging_values(x: Tensor) -> Tensor:
+    log.warning("values %s", x)  # formatted
+    return x + 1
+
+
+def test_a_wait_inside_pythons_own_library_is_placed_where_the_trace_places_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = audit(logging_values, torch.zeros(4))
+    (finding,) = (each for each in report.findings if each.rule == "host-read")
+    assert finding.place.endswith(f"test_audit_measured.py:{line_that_ends('# formatted')}")
+
+    # On a device torch waits in its own code, called by logging's.
+    names: dict[str, Any] = {"wait": warnings.warn}
+    text = "def text(*_, **__): return repr(wait('called a synchronizing CUDA operation'))"
+    exec(compile(text, torch._tensor_str.__file__, "exec"), names)
+    monkeypatch.setattr(torch._tensor_str, "_str", names["text"])
+    seen = measure(logging_values, [torch.zeros(4)], cuda=MadeUp())
+    assert seen.eager_waits == (Wait(finding.file, finding.line),)
+    assert "waited here once in an eager step" in str(with_measured(report, seen))
 
 
 def test_a_step_that_never_waits_is_noted_as_such() -> None:

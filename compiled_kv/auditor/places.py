@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from compiled_kv.tracing.events import of_the_caller
+from compiled_kv.tracing.events import frames_in, of_the_caller
 
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TRACING = str(Path(__file__).parent.parent / "tracing")
 
 Place = tuple[str, int]
@@ -19,7 +17,7 @@ Place = tuple[str, int]
 
 def of_text(text: str) -> Place | None:
     """The innermost frame in a traceback that is neither torch's, Python's nor this package's."""
-    return of_the_caller([(match[1], int(match[2])) for match in _FRAME.finditer(text)])
+    return of_the_caller(frames_in(text))
 
 
 def of_traceback(error: BaseException) -> Place | None:
