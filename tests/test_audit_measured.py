@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,20 +312,40 @@ def test_the_command_runs_the_step_where_its_device_is(monkeypatch: pytest.Monke
     pytest.importorskip("rich")
     asked: list[Any] = []
 
-    def measured(entry: str, sizes: list[int], dynamic: bool | None) -> Measured:
-        asked.append((entry, sizes, dynamic))
+    def measured(entry: str, sizes: list[int], dynamic: bool | None, scalars: bool) -> Measured:
+        asked.append((entry, sizes, dynamic, scalars))
         return CLEAN
 
     monkeypatch.setattr(command, "obstacle", lambda target: None)
     monkeypatch.setattr(command, "measure_apart", measured)
     status, text = run("tests.audit_entry:whole", "--batch-sizes", "4", "--dynamic")
-    assert status == 0 and asked == [("tests.audit_entry:whole", [4], True)]
+    assert status == 0 and asked == [("tests.audit_entry:whole", [4], True, True)]
     assert "measured" in text and "captured and replayed" in text
     assert "not: not asked for" in run("tests.audit_entry:whole", "--no-measure")[1] and len(asked) == 1
     monkeypatch.setattr(command, "measure_apart", lambda *_: "it took longer than 600 s")
     assert "not: it took longer than 600 s" in run("tests.audit_entry:whole")[1]
     monkeypatch.setattr(command, "measure_apart", lambda *_: replace(CLEAN, captured=False, not_captured="no"))
     assert run("tests.audit_entry:whole")[0] == 1
+
+
+def test_how_a_step_is_compiled_reaches_the_process_that_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def measured(*_: Any, batches: list[Any], **how: Any) -> Measured:
+        seen.append((len(batches), how))
+        return CLEAN
+
+    def run_here(command: list[str], **_: Any) -> Any:
+        monkeypatch.setattr(sys, "argv", command[2:])
+        apart.main()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(apart, "measure", measured)
+    monkeypatch.setattr(apart.os, "_exit", lambda status: None)
+    monkeypatch.setattr(subprocess, "run", run_here)
+    assert apart.measure_apart("tests.audit_entry:whole") == CLEAN
+    assert apart.measure_apart("tests.audit_entry:whole", [4, 5, 6], False, False) == CLEAN
+    assert seen == [(0, {"dynamic": None, "capture_scalars": True}), (2, {"dynamic": False, "capture_scalars": False})]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -40,7 +40,7 @@ class StepError(Exception):
 
 
 def audit(
-    fn: Callable[..., Any], *args: Any, target: str = "cuda:sm_90", dynamic: bool | None = False,
+    fn: Callable[..., Any], *args: Any, target: str = "cuda:sm_90", dynamic: bool | None = None,
     batches: Sequence[Sequence[Any]] = (), fullgraph: bool = False, capture_scalars: bool = True, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Audit one decode step for a device, on a machine that need not have one.
@@ -48,7 +48,7 @@ def audit(
     Args:
         fn, args, kwargs: as in `capture`; nothing is run or allocated, and nothing of the caller's changes.
         target: as in `capture`.
-        dynamic: as in torch.compile.
+        dynamic: as in torch.compile: None for what a first call does, and for what it learns from later ones.
         batches: further arguments to call the step with after `args`, of other batch sizes, to see what recompiles.
         fullgraph, capture_scalars: how you compile the step; findings of that way are added to those of the way that
             sees most (breaks allowed, scalars captured). Where an error of torch's ends that one early, findings of
