@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from compiled_kv.tracing import counts
 from compiled_kv.tracing.events import frames_in, of_the_caller
 
 _TRACING = str(Path(__file__).parent.parent / "tracing")
@@ -46,9 +47,13 @@ def of_node(node: fx.Node) -> Place:
 
 
 def of_use(node: fx.Node) -> Place:
-    """The line that first uses an input."""
-    users = node.meta.get("compiled_kv_users") or list(node.users)
-    return next((of_node(user) for user in users if user.meta.get("stack_trace")), ("", 0))
+    """The line that first uses an input; one that asks for its size alone counts where there is no other."""
+    users = [each for each in node.meta.get("compiled_kv_users") or node.users if each.meta.get("stack_trace")]
+    return next(map(of_node, sorted(users, key=_is_a_size)), ("", 0))
+
+
+def _is_a_size(node: fx.Node) -> bool:
+    return isinstance(counts.value_of(node), int | torch.SymInt | torch.Size)
 
 
 def base_of(node: fx.Node) -> fx.Node:
