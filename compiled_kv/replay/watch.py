@@ -16,7 +16,7 @@ from compiled_kv.replay.names import Difference
 from compiled_kv.tracing import reads
 from compiled_kv.tracing.events import running
 
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+PYTHON_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
 class Different(Exception):
@@ -77,7 +77,7 @@ class FunctionReads(TorchFunctionMode):
     """Refuses Python's ways to read a tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
+        if getattr(func, "__name__", "") in PYTHON_READS:
             raise Different(Difference("host read", f"the step calls Tensor.{func.__name__} {_caller()}"))
         return func(*args, **(kwargs or {}))
 
