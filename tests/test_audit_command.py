@@ -13,6 +13,7 @@ import pytest
 
 click_testing = pytest.importorskip("click.testing")
 
+from compiled_kv.auditor import audit  # noqa: E402
 from compiled_kv.auditor.command import command  # noqa: E402
 from tests import audit_entry  # noqa: E402
 
@@ -39,6 +40,16 @@ def test_fail_on_decides_what_counts() -> None:
     assert run("tests.audit_entry:whole", "--batch-sizes", "4,5", "--fail-on", "warning")[0] == 1  # it compiles again
     assert run("tests.audit_entry:whole", "--batch-sizes", "4,5", "--fail-on", "error")[0] == 0
     assert run("tests.audit_entry:whole", "--batch-sizes", "4,5,16,33", "--dynamic")[0] == 0
+
+
+def test_python_and_the_command_line_find_the_same_of_many_sizes() -> None:
+    """Nine sizes would hit dynamo's limit, were each compiled for itself."""
+    sizes = range(4, 13)
+    told = json.loads(run("tests.audit_entry:whole", "--batch-sizes", ",".join(map(str, sizes)), "--json")[1])
+    step, arguments = audit_entry.whole(4)
+    report = audit(step, *arguments, batches=[audit_entry.whole(size)[1] for size in sizes[1:]])
+    assert [(each["rule"], each["severity"]) for each in told["findings"]] == [("recompile", "warning")]
+    assert told["findings"] == json.loads(report.to_json())["findings"]
 
 
 def test_a_read_that_scalar_capture_hides_is_found_without_it() -> None:

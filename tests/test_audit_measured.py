@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +82,11 @@ def wait() -> None:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # here
 
 
-WAIT_LINE = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
+def line_that_ends(mark: str) -> int:
+    return next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(mark))
+
+
+WAIT_LINE = line_that_ends("# here")
 
 
 def waiting(x: Tensor) -> Tensor:
@@ -96,6 +105,30 @@ def test_waits_graphs_and_kernels_are_noted_with_their_lines() -> None:
     assert seen.waits_raised == "RuntimeError: called a synchronizing CUDA operation" and seen.waited
     assert seen.graphs == 2 and seen.captured and not seen.failures
     assert seen.kernels == {"bump": 2} and seen.memory == {"DtoH": 1}
+
+
+log = logging.Logger("of a step")
+log.addHandler(logging.StreamHandler(io.StringIO()))
+
+
+def logging_values(x: Tensor) -> Tensor:
+    log.warning("values %s", x)  # formatted
+    return x + 1
+
+
+def test_a_wait_inside_pythons_own_library_is_placed_where_the_trace_places_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = audit(logging_values, torch.zeros(4))
+    (finding,) = (each for each in report.findings if each.rule == "host-read")
+    assert finding.place.endswith(f"test_audit_measured.py:{line_that_ends('# formatted')}")
+
+    # On a device torch waits in its own code, called by logging's.
+    names: dict[str, Any] = {"wait": warnings.warn}
+    text = "def text(*_, **__): return repr(wait('called a synchronizing CUDA operation'))"
+    exec(compile(text, torch._tensor_str.__file__, "exec"), names)
+    monkeypatch.setattr(torch._tensor_str, "_str", names["text"])
+    seen = measure(logging_values, [torch.zeros(4)], cuda=MadeUp())
+    assert seen.eager_waits == (Wait(finding.file, finding.line),)
+    assert "waited here once in an eager step" in str(with_measured(report, seen))
 
 
 def test_a_step_that_never_waits_is_noted_as_such() -> None:
@@ -279,20 +312,40 @@ def test_the_command_runs_the_step_where_its_device_is(monkeypatch: pytest.Monke
     pytest.importorskip("rich")
     asked: list[Any] = []
 
-    def measured(entry: str, sizes: list[int], dynamic: bool | None) -> Measured:
-        asked.append((entry, sizes, dynamic))
+    def measured(entry: str, sizes: list[int], dynamic: bool | None, scalars: bool) -> Measured:
+        asked.append((entry, sizes, dynamic, scalars))
         return CLEAN
 
     monkeypatch.setattr(command, "obstacle", lambda target: None)
     monkeypatch.setattr(command, "measure_apart", measured)
     status, text = run("tests.audit_entry:whole", "--batch-sizes", "4", "--dynamic")
-    assert status == 0 and asked == [("tests.audit_entry:whole", [4], True)]
+    assert status == 0 and asked == [("tests.audit_entry:whole", [4], True, True)]
     assert "measured" in text and "captured and replayed" in text
     assert "not: not asked for" in run("tests.audit_entry:whole", "--no-measure")[1] and len(asked) == 1
     monkeypatch.setattr(command, "measure_apart", lambda *_: "it took longer than 600 s")
     assert "not: it took longer than 600 s" in run("tests.audit_entry:whole")[1]
     monkeypatch.setattr(command, "measure_apart", lambda *_: replace(CLEAN, captured=False, not_captured="no"))
     assert run("tests.audit_entry:whole")[0] == 1
+
+
+def test_how_a_step_is_compiled_reaches_the_process_that_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def measured(*_: Any, batches: list[Any], **how: Any) -> Measured:
+        seen.append((len(batches), how))
+        return CLEAN
+
+    def run_here(command: list[str], **_: Any) -> Any:
+        monkeypatch.setattr(sys, "argv", command[2:])
+        apart.main()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(apart, "measure", measured)
+    monkeypatch.setattr(apart.os, "_exit", lambda status: None)
+    monkeypatch.setattr(subprocess, "run", run_here)
+    assert apart.measure_apart("tests.audit_entry:whole") == CLEAN
+    assert apart.measure_apart("tests.audit_entry:whole", [4, 5, 6], False, False) == CLEAN
+    assert seen == [(0, {"dynamic": None, "capture_scalars": True}), (2, {"dynamic": False, "capture_scalars": False})]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

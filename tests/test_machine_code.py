@@ -15,6 +15,7 @@ import torch
 from compiled_kv import codegen, schedule_kernel, sharing, updates
 from compiled_kv.launch import kernel as compiled
 from compiled_kv.launch import tl
+from compiled_kv.products import narrow_products
 from compiled_kv.staging import HALF
 
 pytest.importorskip("triton")
@@ -271,7 +272,7 @@ def test_kernel_spills_nothing_on_sm_90(name):
 
 @every_case
 def test_addresses_are_64_bits_wide_from_the_first_product_on(name):
-    assert codegen.narrow_products(build(name, "sm_90").ttir) == []
+    assert narrow_products(build(name, "sm_90").ttir) == []
 
 
 @compiled
@@ -308,7 +309,7 @@ TOY = {"table_ptr": "*i32", "rows_ptr": "*i32", "out_ptr": "*i32", "stride": "i3
 @pytest.mark.parametrize(("kernel", "products"), [(_wide, 0), (_narrow, 2)], ids=["wide", "narrow"])
 def test_narrow_products_are_found_through_loops_and_branches(kernel, products):
     code = codegen.build(kernel, TOY, {"BLOCK": 128}, target="sm_90")
-    assert len(codegen.narrow_products(code.ttir)) == products
+    assert len(narrow_products(code.ttir)) == products
 
 
 def test_spills_are_seen():

@@ -3,6 +3,8 @@ mistakes."""
 
 from __future__ import annotations
 
+import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -563,6 +565,16 @@ def test_a_host_read_that_no_compiler_takes_is_named_by_its_line(step: Step, rea
     said = f"{step.__name__} cannot be captured: the step calls Tensor.{read} at {__file__}:{line}, and no graph can"
     assert str(caught.value).startswith(said)
     assert "compiled-kv audit" in str(caught.value)
+
+
+def test_a_host_read_inside_pythons_own_library_is_named_by_the_line_that_called_it() -> None:
+    def with_a_mean(buffers: DecodeBuffers, batch_size: int) -> Tensor:
+        lengths = buffers.metadata(batch_size).cache_seqlens
+        return lengths - statistics.fmean(lengths)
+
+    line = with_a_mean.__code__.co_firstlineno + 2
+    with pytest.raises(ReplayFault, match=rf"host read before the first step: .* at {re.escape(__file__)}:{line}$"):
+        check_replay(with_a_mean, story(serving()), backend=None)
 
 
 @traces

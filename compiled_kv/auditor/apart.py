@@ -1,6 +1,7 @@
 """Measure a step in a process of its own, which a failed capture or a device assert may ruin.
 
-python -m compiled_kv.auditor.apart MODULE:FUNCTION FILE [--batch-sizes 2,4,8] [--dynamic true|false]
+python -m compiled_kv.auditor.apart MODULE:FUNCTION FILE
+    [--batch-sizes 2,4,8] [--dynamic true|false] [--no-capture-scalars]
 """
 
 from __future__ import annotations
@@ -47,19 +48,21 @@ def _architecture() -> int | str:
 
 
 def measure_apart(
-    entry: str, batch_sizes: Sequence[int] = (), dynamic: bool | None = None, seconds: float = SECONDS
-) -> Measured | str:
+    entry: str, batch_sizes: Sequence[int] = (), dynamic: bool | None = None, capture_scalars: bool = True,
+    seconds: float = SECONDS,
+) -> Measured | str:  # fmt: skip
     """`measure` the step that MODULE:FUNCTION gives in another process; why that failed, where it did.
 
     Args:
         entry, batch_sizes: as on the command line.
-        dynamic: as in torch.compile.
+        dynamic, capture_scalars: as in `measure`.
         seconds: after these the process is ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "measured.json", Path(folder) / "log.txt"
         command = [sys.executable, "-m", __name__, entry, str(file), "--dynamic", str(dynamic).lower()]
         command += ["--batch-sizes", ",".join(map(str, batch_sizes))] if batch_sizes else []
+        command += [] if capture_scalars else ["--no-capture-scalars"]
         try:
             with log.open("w") as kept:  # no pipe: compiler processes may outlive the one that is waited for
                 run = subprocess.run(command, stdout=kept, stderr=kept, timeout=seconds, check=False)
@@ -79,19 +82,24 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--batch-sizes", default="")
     parser.add_argument("--dynamic", choices=_DYNAMIC, default="none")
+    parser.add_argument("--no-capture-scalars", dest="capture_scalars", action="store_false")
     given = parser.parse_args()
     sizes = [int(size) for size in given.batch_sizes.split(",") if size]
-    given.file.write_text(json.dumps(_measured(given.entry, sizes, _DYNAMIC[given.dynamic])), encoding="utf-8")
+    found = _measured(given.entry, sizes, _DYNAMIC[given.dynamic], given.capture_scalars)
+    given.file.write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _measured(entry: str, sizes: Sequence[int], dynamic: bool | None) -> dict[str, object]:
+def _measured(entry: str, sizes: Sequence[int], dynamic: bool | None, capture_scalars: bool) -> dict[str, object]:
     try:
         first, *others = examples(load(entry), sizes)
-        batches = [each.args for each in others]
-        return asdict(measure(first.step, first.args, first.kwargs, batches=batches, dynamic=dynamic))
+        seen = measure(
+            first.step, first.args, first.kwargs, batches=[each.args for each in others], dynamic=dynamic,
+            capture_scalars=capture_scalars,
+        )  # fmt: skip
+        return asdict(seen)
     except EntryError as error:
         return {"error": str(error)}
     except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-from compiled_kv.auditor import hazards, places, state
+from compiled_kv.auditor import breaks, hazards, places, state
 from compiled_kv.auditor.comparison import UNDECIDED
 from compiled_kv.auditor.findings import Finding, Report, merge
 from compiled_kv.tracing import counts
@@ -16,8 +16,8 @@ from compiled_kv.tracing.graphs import Graphs, trace
 from compiled_kv.tracing.rendering import render
 
 RULES: tuple[Callable[[Graphs], Any], ...] = (
-    hazards.graph_break,
-    hazards.stopped,
+    breaks.graph_break,
+    breaks.stopped,
     hazards.host_read,
     hazards.host_to_device_copy,
     hazards.cpu_tensor,
@@ -30,7 +30,7 @@ RULES: tuple[Callable[[Graphs], Any], ...] = (
     state.output_fed_back,
     state.analysis_fallback,
 )
-ANYWHERE = (hazards.graph_break, hazards.stopped, hazards.host_read)  # rules that hold on any device
+ANYWHERE = (breaks.graph_break, breaks.stopped, hazards.host_read)  # rules that hold on any device
 SEES_MOST, GOES_FURTHER = (False, True), (False, False)  # (fullgraph, scalars captured)
 CALLS = 3  # the first, and two more: a number that dynamo makes dynamic on the second call stays so on the third
 
@@ -40,7 +40,7 @@ class StepError(Exception):
 
 
 def audit(
-    fn: Callable[..., Any], *args: Any, target: str = "cuda:sm_90", dynamic: bool | None = False,
+    fn: Callable[..., Any], *args: Any, target: str = "cuda:sm_90", dynamic: bool | None = None,
     batches: Sequence[Sequence[Any]] = (), fullgraph: bool = False, capture_scalars: bool = True, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Audit one decode step for a device, on a machine that need not have one.
@@ -48,7 +48,7 @@ def audit(
     Args:
         fn, args, kwargs: as in `capture`; nothing is run or allocated, and nothing of the caller's changes.
         target: as in `capture`.
-        dynamic: as in torch.compile.
+        dynamic: as in torch.compile: None for what a first call does, and for what it learns from later ones.
         batches: further arguments to call the step with after `args`, of other batch sizes, to see what recompiles.
         fullgraph, capture_scalars: how you compile the step; findings of that way are added to those of the way that
             sees most (breaks allowed, scalars captured). Where an error of torch's ends that one early, findings of
@@ -98,9 +98,9 @@ def _of_the_step(graphs: Graphs) -> str | None:
     error = graphs.stopped
     if error is None or len(graphs.aot) < len(graphs.dynamo) or graphs.eager_reads:
         return None  # behind a value that was read, the trace goes on with a made-up one, which may be at fault
-    if hazards.needs_device(error) or isinstance(error, hazards.UNDECIDED_VALUES):
+    if breaks.needs_device(error) or isinstance(error, breaks.UNDECIDED_VALUES):
         return None
-    if isinstance(error, TorchRuntimeError) and not any(each.rule != "graph-break" for each in hazards.stopped(graphs)):
+    if isinstance(error, TorchRuntimeError) and not any(each.rule != "graph-break" for each in breaks.stopped(graphs)):
         got = re.search(r"got (\w+\(.*\))", str(error))
         return got[1] if got else _said(_behind(error))
     return None if isinstance(error, TorchDynamoException) else _said(error)
@@ -114,7 +114,7 @@ def _behind(error: BaseException) -> BaseException:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {hazards.first_sentence(str(error)).rstrip('!')}".removesuffix(": ")
+    return f"{type(error).__name__}: {breaks.first_sentence(str(error)).rstrip('!')}".removesuffix(": ")
 
 
 def _report(graphs: Graphs, findings: list[Finding]) -> Report:
@@ -142,4 +142,4 @@ def _report(graphs: Graphs, findings: list[Finding]) -> Report:
 
 
 def _text(error: BaseException) -> str:
-    return hazards.first_sentence(str(error)) or type(error).__name__
+    return breaks.first_sentence(str(error)) or type(error).__name__

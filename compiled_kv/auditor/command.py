@@ -64,7 +64,7 @@ def command(
             capture_scalars=capture_scalars, batches=[each.args for each in others], **first.kwargs,
         )  # fmt: skip
         if not no_measure:
-            report = _beside_the_device(report, entry, target, batch_sizes, dynamic)
+            report = _beside_the_device(report, entry, batch_sizes, dynamic, capture_scalars)
     except (EntryError, StepError, TypeError, ValueError) as error:
         raise Refused(str(error)) from None
     if html:
@@ -78,10 +78,12 @@ def command(
     raise SystemExit(1 if report.at_least(fail_on) or not report.is_whole else 0)
 
 
-def _beside_the_device(report: Report, entry: str, target: str, batch_sizes: list[int], dynamic: bool | None) -> Report:
+def _beside_the_device(
+    report: Report, entry: str, batch_sizes: list[int], dynamic: bool | None, capture_scalars: bool
+) -> Report:
     """The report with what the step did on the device, or why it was not run there."""
-    why = obstacle(target)
-    measured = measure_apart(entry, batch_sizes, dynamic) if why is None else why
+    why = obstacle(report.target)
+    measured = measure_apart(entry, batch_sizes, dynamic, capture_scalars) if why is None else why
     if isinstance(measured, str):
         return replace(report, not_measured=measured)
     return with_measured(report, measured)

@@ -1,107 +1,18 @@
-"""Rules over captured graphs, one a function: what makes the host wait, and what splits a step."""
+"""Rules over the nodes of captured graphs, one a function: what makes the host wait, and what no capture can hold."""
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Iterator
 
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
+from compiled_kv.auditor.kinds import FRESH_REMEDY, READ_REMEDY, UNSAFE, read_finding, unsafe_finding
 from compiled_kv.tracing import counts, reads
 from compiled_kv.tracing.graphs import Graphs
 
-READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
-SHAPE_REMEDY = "keep the shape: torch.where or masked_fill over all rows, or a static bound and padding of -1"
-FRESH = "a tensor is made of Python numbers on the device here: a copy from the host in every step"
 FOLDED = "Inductor makes it once, while compiling; eager code, and other backends, copy it from the host in every step"
-FRESH_REMEDY = "make it once, outside the step, and keep it on the device (register_buffer), or build it with device="
-BREAK_REMEDY = "move it out of the step, or behind torch.compiler.is_compiling()"
-
-_READING_BREAKS = (
-    "generic_jump",
-    "Data-dependent",
-    "Data dependent operator",
-    "Tensor.item()",
-    "Could not guard on data",
-    "from data-dependent expression",  # a number that was read, where Python needs its value: range(n), table[n]
-    "builtin operator `range` with argument types ['Tensor'",
-    "Pending unbacked symbols",  # a tensor where a number is wanted
-)
-_SHAPE_BREAKS = ("Dynamic shape operator", "data-dependent output shape")
-_UNSAFE = (
-    "synchronize", "empty_cache", "manual_seed", "pin_memory", "rng_state", "fork_rng", "torch._C.Generator",
-    "memory_stats", "mem_get_info",
-)  # fmt: skip
-# What fake tensors raise in code between two graphs, where a value or a size is needed.
-UNDECIDED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-# What torch says where a call needs the device itself, or its libraries, and this machine lacks them.
-_NEEDS_DEVICE = (
-    "Torch not compiled with CUDA enabled", "Tried to instantiate dummy base class", "Cannot get CUDA generator",
-    "Found no NVIDIA driver", "No CUDA GPUs are available", "CUDA driver version is insufficient",
-)  # fmt: skip
-_DEVICES_OWN = re.compile(r"stream|Event|[gG]enerator|rng|seed|memory|synchronize")
-_QUOTES = re.compile(r"\n\s*(Caused by|User Stack|Stack variable|from user code|Original traceback)")
-
-
-def graph_break(graphs: Graphs) -> Iterator[Finding]:
-    """Where dynamo stopped a graph; a break at a host read is reported as that read."""
-    for each in graphs.graph_breaks:
-        yield from _of_reason(each.reason, each.file, each.line)
-
-
-def stopped(graphs: Graphs) -> Iterator[Finding]:
-    """Where the trace ended early, under fullgraph=True above all."""
-    lowered = len(graphs.aot) == len(graphs.dynamo)
-    if graphs.stopped is None or not lowered:
-        return
-    error, text = graphs.stopped, str(graphs.stopped)
-    place = places.of_text(text) or places.of_traceback(error)
-    if place is None:
-        return
-    if _makes_real_data(error):
-        yield Finding("host-to-device-copy", "error", *place, FRESH, FRESH_REMEDY)
-    elif needs_device(error):
-        yield _unsafe("a call that only the device can answer (streams, events, generators, memory)", *place)
-    elif isinstance(error, DynamicOutputShapeException):
-        yield _read(text, "a size", place)
-    elif isinstance(error, DataDependentOutputException):
-        yield _read(text, "a value", place)
-    elif isinstance(error, UnsupportedOperatorException) or places.of_text(text):
-        yield from _of_reason(text, *place)
-
-
-def needs_device(error: BaseException) -> bool:
-    """Whether a call could not be traced here, since it asks the device itself for a stream, event or the like."""
-    calls = " ".join([str(error)[:300], *(frame.name for frame in traceback.extract_tb(error.__traceback__))])
-    return any(text in str(error) for text in _NEEDS_DEVICE) and bool(_DEVICES_OWN.search(calls))
-
-
-def _makes_real_data(error: BaseException) -> bool:
-    """Whether code between two graphs turned Python numbers into a tensor of the device, which is not here."""
-    return isinstance(error, NotImplementedError) and "Could not run 'aten::empty_strided'" in str(error)
-
-
-def _of_reason(reason: str, file: str, line: int) -> Iterator[Finding]:
-    first = first_sentence(reason) or "dynamo gave no reason"
-    reason = _QUOTES.split(reason)[0]  # behind these words stand the step's own lines
-    if any(text in reason for text in _UNSAFE):
-        yield _unsafe(first, file, line)
-    elif any(text in reason for text in _SHAPE_BREAKS):
-        message = "the size of the result depends on data: the host waits to learn it, and the graph breaks here"
-        yield Finding("data-dependent-shape", "error", file, line, message, SHAPE_REMEDY)
-    elif any(text in reason for text in _READING_BREAKS):
-        message = "Python needs a value of the device here: the host waits for it, and the graph breaks"
-        yield Finding("host-read", "error", file, line, message, READ_REMEDY)
-    else:
-        yield Finding("graph-break", "error", file, line, f"the graph breaks here: {first}", BREAK_REMEDY)
 
 
 def host_read(graphs: Graphs) -> Iterator[Finding]:
@@ -110,30 +21,23 @@ def host_read(graphs: Graphs) -> Iterator[Finding]:
     for read in reads.host_reads(graphs.aot):
         place = places.of_node(read.node)
         lowered.add(place)
-        yield _read(read.operator, read.what, place)
+        yield read_finding(read.operator, read.what, place)
     for eager in graphs.eager_reads:
         lowered.add((eager.file, eager.line))
         what = next((what for op, what in reads.READS.items() if eager.operator == _name(op)), "a copy to the CPU")
-        yield _read(eager.operator, what, (eager.file, eager.line))
+        yield read_finding(eager.operator, what, (eager.file, eager.line))
     for read in reads.host_reads(graphs.dynamo):
         place = places.of_node(read.node)
         if place not in lowered:
             yield (
                 _gone(read.operator, place)
                 if len(graphs.aot) == len(graphs.dynamo)
-                else _read(read.operator, read.what, place)
+                else read_finding(read.operator, read.what, place)
             )
 
 
 def _name(operator: object) -> str:
     return f"{operator.namespace}.{operator._opname}"  # type: ignore[attr-defined]
-
-
-def _read(operator: str, what: str, place: places.Place) -> Finding:
-    if what == "a size":
-        message = f"{operator}: the size of the result depends on data, so the host waits for the device"
-        return Finding("data-dependent-shape", "error", *place, message, SHAPE_REMEDY)
-    return Finding("host-read", "error", *place, f"{operator}: the host waits for {what} of the device", READ_REMEDY)
 
 
 def _gone(operator: str, place: places.Place) -> Finding:
@@ -215,17 +119,13 @@ def unsafe_under_capture(graphs: Graphs) -> Iterator[Finding]:
     """Calls that a CUDA graph cannot hold: synchronization, allocator and generator calls, autotuning."""
     for node in [*counts.nodes(graphs.dynamo), *counts.nodes(graphs.aot)]:
         name = counts.operator_name(node)
-        if node.op in ("call_function", "call_method") and any(text in name for text in _UNSAFE):
-            yield _unsafe(name, *places.of_node(node))
+        if node.op in ("call_function", "call_method") and any(text in name for text in UNSAFE):
+            yield unsafe_finding(name, *places.of_node(node))
         elif node.kwargs.get("pin_memory") is True:
-            yield _unsafe(f"{name} of pinned memory", *places.of_node(node))
+            yield unsafe_finding(f"{name} of pinned memory", *places.of_node(node))
         if counts.is_launch(node) and counts.is_autotuned(node):
-            yield _unsafe("an autotuned kernel, which times its configurations on first use", *places.of_node(node))
-
-
-def _unsafe(what: str, file: str, line: int) -> Finding:
-    message = f"{what}: not possible, or not repeated, while a CUDA graph is captured"
-    return Finding("unsafe-under-capture", "error", file, line, message, "call it outside the captured step")
+            what = "an autotuned kernel, which times its configurations on first use"
+            yield unsafe_finding(what, *places.of_node(node))
 
 
 def _moves(node: object) -> bool:
@@ -238,13 +138,6 @@ def _is_on(node: object, kind: str) -> bool:
 
 def _on(value: object, kind: str) -> bool:
     return isinstance(value, Tensor) and value.device.type == kind
-
-
-def first_sentence(text: str) -> str:
-    """The first line of one of torch's messages, no longer than its first sentence."""
-    text = text.rpartition("Graph break encountered:")[2]  # what comes before says what became of the function
-    line = next(iter(text.strip().splitlines()), "")
-    return line.partition(". ")[0].rstrip(".")
 
 
 def tensor_text(value: Tensor) -> str:

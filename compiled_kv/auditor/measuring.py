@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from compiled_kv.auditor.audit import CALLS
 from compiled_kv.auditor.device import Cuda, Run
 from compiled_kv.auditor.measured import Measured, said
 from compiled_kv.auditor.skips import skips_logged
@@ -19,7 +20,6 @@ from compiled_kv.auditor.waits import raised_by_waiting, waits
 from compiled_kv.tracing.events import recompiles
 from compiled_kv.tracing.reals import Reals
 
-CALLS = 3  # a number that dynamo makes dynamic on the second call stays so on the third
 MANY = 64
 REDUCED_CALLS = 5  # CUDA graph trees warm up, record, and replay from the third call on
 
@@ -37,7 +37,7 @@ def measure(
         step, args, kwargs: as in `audit`. Tensors that are on the device already are used as they are, so what the
             step writes stays written; others are copied there.
         batches: further arguments, to see what compiles again.
-        dynamic: as in torch.compile.
+        dynamic: as in `audit`.
         capture_scalars: compile as the audit traces, scalars and data-dependent shapes captured; where torch cannot,
             it is done without, and said.
         cuda: the device's calls; a test puts others in their place.

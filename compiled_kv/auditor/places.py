@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from compiled_kv.tracing.events import of_the_caller
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.events import frames_in, of_the_caller
 
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TRACING = str(Path(__file__).parent.parent / "tracing")
 
 Place = tuple[str, int]
@@ -19,7 +18,7 @@ Place = tuple[str, int]
 
 def of_text(text: str) -> Place | None:
     """The innermost frame in a traceback that is neither torch's, Python's nor this package's."""
-    return of_the_caller([(match[1], int(match[2])) for match in _FRAME.finditer(text)])
+    return of_the_caller(frames_in(text))
 
 
 def of_traceback(error: BaseException) -> Place | None:
@@ -48,9 +47,13 @@ def of_node(node: fx.Node) -> Place:
 
 
 def of_use(node: fx.Node) -> Place:
-    """The line that first uses an input."""
-    users = node.meta.get("compiled_kv_users") or list(node.users)
-    return next((of_node(user) for user in users if user.meta.get("stack_trace")), ("", 0))
+    """The line that first uses an input; one that asks for its size alone counts where there is no other."""
+    users = [each for each in node.meta.get("compiled_kv_users") or node.users if each.meta.get("stack_trace")]
+    return next(map(of_node, sorted(users, key=_is_a_size)), ("", 0))
+
+
+def _is_a_size(node: fx.Node) -> bool:
+    return isinstance(counts.value_of(node), int | torch.SymInt | torch.Size)
 
 
 def base_of(node: fx.Node) -> fx.Node:

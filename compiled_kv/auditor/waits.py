@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import Any
-
-import torch
 
 from compiled_kv.auditor.device import Cuda, Run
 from compiled_kv.auditor.measured import Wait, said
+from compiled_kv.tracing.events import running
 
 _GENERATED = ("<eval_with_key>", "torchinductor")
-_TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 
 
@@ -27,7 +23,7 @@ def waits(cuda: Cuda, run: Run) -> tuple[Wait, ...]:
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            seen.append(Wait(*user_frame()))
+            seen.append(Wait(*_place()))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -40,21 +36,10 @@ def waits(cuda: Cuda, run: Run) -> tuple[Wait, ...]:
     return tuple(seen)
 
 
-def user_frame() -> tuple[str, int]:
+def _place() -> tuple[str, int]:
     """File and line of the step's code that is running; "" and 0 in code that a compiler wrote."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if any(text in name for text in _GENERATED) or name.startswith(_cache()):
-            return "", 0
-        if not name.startswith((_TORCH, _OWN)) and Path(name).name != "warnings.py":
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
-
-
-def _cache() -> str:
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor"
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return running(_OWN, (*_GENERATED, os.path.abspath(cache)) if cache else _GENERATED) or ("", 0)
 
 
 def raised_by_waiting(cuda: Cuda, run: Run) -> str:

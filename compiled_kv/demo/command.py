@@ -11,7 +11,7 @@ import click
 import torch
 from rich.console import Console
 
-from compiled_kv.cli import missing
+from compiled_kv.cli import Misused, missing
 from compiled_kv.request_traces import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 
 from ..models import NAMES, architecture
@@ -19,12 +19,6 @@ from .progress import follow
 from .report import show
 from .serving import serve
 from .workload import make_requests, plan
-
-
-class Unusable(click.ClickException):
-    """An argument that cannot be used: one line, exit status 2."""
-
-    exit_code = 2
 
 
 def option(*names: str, text: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -65,7 +59,7 @@ def demo(
     check_number("--scale", scale, 1e-9, 1e9)
     check_number("--pool", pool, 0, 16)
     if draft_tokens == 1:
-        raise Unusable("--draft-tokens must be 0, or 2 and more: the last token and its drafts, got 1")
+        raise Misused("--draft-tokens must be 0, or 2 and more: the last token and its drafts, got 1")
     torch.set_num_threads(threads)  # a second thread has nothing to win in models this small
     lengths = [row.scaled(scale) for row in load(trace, requests, seed)]
     names = NAMES if model == "all" else (model,)
@@ -92,7 +86,7 @@ def demo(
 def check_extra() -> None:
     """Refuse to begin without what the models are built with."""
     if find_spec("transformers") is None:
-        raise Unusable(missing("demo", "transformers"))
+        raise Misused(missing("demo", "transformers"))
 
 
 def check_device(device: str) -> None:
@@ -100,15 +94,15 @@ def check_device(device: str) -> None:
     try:
         kind = torch.empty(0, device=device).device.type
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise Unusable(f"device {device} cannot be used: {str(error).splitlines()[0]}") from None
+        raise Misused(f"device {device} cannot be used: {str(error).splitlines()[0]}") from None
     if kind not in ("cpu", "cuda"):
-        raise Unusable(f"device {device} cannot be used: it must be cpu or cuda")
+        raise Misused(f"device {device} cannot be used: it must be cpu or cuda")
 
 
 def check_number(name: str, value: float, least: float, most: float) -> None:
     """Refuse what lies outside the bounds, and what is no number."""
     if not least <= value <= most:
-        raise Unusable(f"{name} must be a number from {least:g} to {most:g}, got {value:g}")
+        raise Misused(f"{name} must be a number from {least:g} to {most:g}, got {value:g}")
 
 
 def check_lengths(lengths: Sequence[Lengths], names: Sequence[str], scale: float) -> None:
@@ -118,7 +112,7 @@ def check_lengths(lengths: Sequence[Lengths], names: Sequence[str], scale: float
         most = arch.config.max_position_embeddings - 2 * arch.page_size
         for number, row in enumerate(lengths, 1):
             if sum(row) > most:
-                raise Unusable(f"--scale {scale:g} makes request {number} longer than the {most} tokens of {name}")
+                raise Misused(f"--scale {scale:g} makes request {number} longer than the {most} tokens of {name}")
 
 
 def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
@@ -129,10 +123,10 @@ def load(trace: Path | None, requests: int, seed: int) -> list[Lengths]:
     try:
         rows = read_trace(trace)
     except TraceError as error:
-        raise Unusable(str(error)) from None
+        raise Misused(str(error)) from None
     except OSError as error:
-        raise Unusable(f"{trace}: {error.strerror}") from None
+        raise Misused(f"{trace}: {error.strerror}") from None
     asked = click.get_current_context().get_parameter_source("requests")
     if len(rows) < requests and asked is not click.core.ParameterSource.DEFAULT:
-        raise Unusable(f"--requests must be at most the {len(rows)} rows of {trace}, got {requests}")
+        raise Misused(f"--requests must be at most the {len(rows)} rows of {trace}, got {requests}")
     return rows[:requests]

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay.graphs import DecodeGraphs
+from compiled_kv.replay.graphs import LIMIT, DecodeGraphs
 
 from ..tracing import counts
 from ..tracing.reads import host_reads
@@ -121,7 +121,7 @@ def _own_limit() -> dict[str, Any]:
     """Steps of one class share their code, and with it a limit of recompiles, unless torch can tell them apart."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         return {"isolate_recompiles": True}
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LIMIT)
     return {}
 
 

@@ -77,7 +77,7 @@ def _name_page(expected: Expected, name: str, i: int, p: int, found: Any, wanted
     row = expected.rows[i]
     if p >= expected.live_columns(row):
         return Difference("stale tail", f"{where}: row {i} has {expected.live_columns(row)} live columns")
-    if (p < expected.first_column(row)) if name == "swa_page_table" else False:
+    if name == "swa_page_table" and p < expected.first_column(row):
         return Difference("window not followed", f"{where}: the window begins in column {expected.first_column(row)}")
     if value == 0 and name == "swa_page_table":
         return Difference("window not followed", f"{where}: column {p} is inside the window")

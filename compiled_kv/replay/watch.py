@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_kv.replay.frozen import AFTER_WARM_UP, UNDER_CAPTURE, refuse_cold_start
 from compiled_kv.replay.names import Difference
 from compiled_kv.tracing import reads
+from compiled_kv.tracing.events import running
 
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+PYTHON_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
 class Different(Exception):
@@ -77,7 +77,7 @@ class FunctionReads(TorchFunctionMode):
     """Refuses Python's ways to read a tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
+        if getattr(func, "__name__", "") in PYTHON_READS:
             raise Different(Difference("host read", f"the step calls Tensor.{func.__name__} {_caller()}"))
         return func(*args, **(kwargs or {}))
 
@@ -123,9 +123,6 @@ def refuse_host_read(
 
 
 def _caller() -> str:
-    """Where the code that is neither torch's nor this package's stands now."""
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-    return f"at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    """Where the code that is neither torch's, Python's nor this package's stands now."""
+    place = running(str(Path(__file__).parent.parent))
+    return f"at {place[0]}:{place[1]}" if place else ""

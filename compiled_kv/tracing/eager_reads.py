@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compiled_kv.tracing.events import is_torchs_or_pythons
+from compiled_kv.tracing.events import TORCH, running
 from compiled_kv.tracing.reads import READS, aten
 
 
@@ -37,7 +37,7 @@ def recording_mode(reads: list[EagerRead], device: torch.device | None = None) -
     def recording(func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         waits = func in READS and not (away and args[0].device.type == "cpu")
-        if (waits or _leaves_device(func, args, kwargs)) and (place := _user_frame()):
+        if (waits or _leaves_device(func, args, kwargs)) and (place := _place()):
             reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
         if func is aten._local_scalar_dense.default:
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
@@ -71,12 +71,11 @@ def _formatting_frame() -> tuple[str, int] | None:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename in _FORMATTERS:
         frame = frame.f_back
-    return None if frame.f_code.co_filename.startswith(_TORCH) else _user_frame()
+    return None if frame.f_code.co_filename.startswith(TORCH) else _place()
 
 
-_TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
-_FORMATTERS = tuple(f"{_TORCH}/{name}.py" for name in ("_tensor", "_tensor_str", "overrides", "_dynamo/eval_frame"))
+_FORMATTERS = tuple(f"{TORCH}/{name}.py" for name in ("_tensor", "_tensor_str", "overrides", "_dynamo/eval_frame"))
 
 
 def _unique(x: Any, *_: Any, **__: Any) -> Any:
@@ -100,14 +99,6 @@ def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return func is aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
 
 
-def _user_frame() -> tuple[str, int] | None:
+def _place() -> tuple[str, int] | None:
     """File and line of the code that asked, unless a compiled graph did."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if name.startswith("<eval_with_key>"):
-            return None
-        if not (is_torchs_or_pythons(name) or name.startswith(_OWN)):
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return None
+    return running(_OWN, ("<eval_with_key>",))

@@ -1,20 +1,26 @@
-"""What dynamo tells of a trace: where a graph broke, which guard failed, which Python number it was specialized on."""
+"""What dynamo tells of a trace: where a graph broke, which guard failed, which Python number it was specialized on.
+
+And whose line is meant, of those in a traceback or of those that run: none of torch's, none of Python's own library.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
 _PYTHON = sysconfig.get_path("stdlib")
-_PLACE = re.compile(r'File "(.+?)", line (\d+)')
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 
 
@@ -67,9 +73,8 @@ def recompiles() -> list[Recompile]:
 
 def _recompile(code: Any, reason: str) -> Recompile:
     guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
-    place = list(_PLACE.finditer(reason))
-    if place:
-        return Recompile(guard, place[-1][1], int(place[-1][2]))
+    if frames := frames_in(reason):
+        return Recompile(guard, *frames[-1])
     short = _SHORT_PLACE.search(reason)
     known = short is not None and code.co_filename.endswith(short[1])  # it may be a file of torch's
     return Recompile(guard, code.co_filename, int(short[2]) if short and known else code.co_firstlineno)
@@ -78,6 +83,11 @@ def _recompile(code: Any, reason: str) -> Recompile:
 def _graph_break(reason: Any) -> GraphBreak:
     frames = [(frame.filename, frame.lineno or 0) for frame in reason.user_stack]
     return GraphBreak(str(reason.reason), *innermost(frames))
+
+
+def frames_in(text: str) -> list[tuple[str, int]]:
+    """File and line of each frame that a traceback in `text` tells, the innermost last."""
+    return [(match[1], int(match[2])) for match in _FRAME.finditer(text)]
 
 
 def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
@@ -93,7 +103,27 @@ def of_the_caller(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
     return next(iter(reversed(outside or users)), None)
 
 
+def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
+    """The innermost line that runs now and is neither torch's, Python's nor of a file under `own`.
+
+    None in code that a compiler wrote: in a file with one of the texts `generated` in its name. Of code that stands in
+    no file, as of `python -c`, the innermost line counts where there is no other.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    nowhere = None
+    while frame is not None:
+        name, line = frame.f_code.co_filename, frame.f_lineno
+        if any(text in name for text in generated):
+            return None
+        if name.startswith("<"):
+            nowhere = nowhere or (name, line)
+        elif not (is_torchs_or_pythons(name) or name.startswith(own + os.sep)):
+            return name, line
+        frame = frame.f_back
+    return nowhere
+
+
 def is_torchs_or_pythons(file: str) -> bool:
     """Whether a file is of torch, of Python's standard library, or none at all."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return in_python or file.startswith((_TORCH, "<"))
+    return in_python or file.startswith((TORCH, "<"))

@@ -3,7 +3,7 @@
     graphs = capture(decode_step, ids, block_table, seq_lens, target="cuda:sm_90")
     graphs.dynamo       one GraphModule: operators as the caller wrote them (more than one: the step broke)
     graphs.aot          the same after functionalization, kernel launches visible
-    graphs.launches     {"_decode_metadata_kernel": 1}
+    graphs.launches     {"decode_metadata_kernel": 1}
     print(graphs)       both tiers as text
 
 Nothing runs: every tensor is a fake one. The caller's tensors, modules and objects stay as they were.
@@ -132,6 +132,10 @@ def trace(
     others = [(fakes.arguments(tuple(each)), kwargs) for each in more]
     seen = where or _target_of(fakes)
     stopped, first = None, None
+
+    def so_far() -> tuple[int, list[GraphBreak], int]:
+        return len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen)
+
     around = (compiler(settings or {}), seen.active(), recorder.listening(), recorder.behind_nested_compilers())
     with ExitStack() as stack:
         for each in (*around, formatting_recorded(reads), mode, torch.no_grad()):
@@ -143,10 +147,10 @@ def trace(
             for given, named in [(args, kwargs)] * repeat + others:
                 compiled(*given, **named)
                 recorder.end_call()
-                first = first or (len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen))
+                first = first or so_far()
         except (Exception, SystemExit) as error:
             stopped = error
-        count, breaks, frozen = first or (len(recorder.dynamo), graph_breaks(recorder.breaks), len(recorder.frozen))
+        count, breaks, frozen = first or so_far()
         again = recompiles()
     return Graphs(
         target=seen.name,

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from compiled_kv.tracing.events import GraphBreak, innermost
+from compiled_kv.tracing.events import GraphBreak, frames_in, innermost
 
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
 class Listener(logging.Handler):
@@ -51,8 +50,8 @@ class Listener(logging.Handler):
             self.limits.append(text)
         elif match := _BREAK.search(text):
             reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
-            frames = [(frame[1], int(frame[2])) for frame in _FRAME.finditer(text)]
-            self.breaks.append(GraphBreak(reason, *innermost(frames or [(match[1], int(match[2]))])))
+            frames = frames_in(text) or [(match[1], int(match[2]))]
+            self.breaks.append(GraphBreak(reason, *innermost(frames)))
 
 
 def _torchs_loggers() -> Iterator[logging.Logger]:

@@ -14,12 +14,11 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Frozen, innermost, of_the_caller
+from compiled_kv.tracing.events import Frozen, frames_in, innermost, of_the_caller
 from compiled_kv.tracing.listening import Listener
 from compiled_kv.tracing.literals import without_literals
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
-_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NUMBER = re.compile(r"L\['(\w+)'\] == (-?[\d.]+(?:e-?\d+)?)")
 _ARGUMENT = re.compile(r"^L_args_(\d+)_")
 
@@ -141,8 +140,8 @@ class Recorder(Listener):
         # A later graph of the same call gets as inputs what Python holds between the two.
         node.meta["compiled_kv_number"] = is_argument or (is_number and len(self.dynamo) > 1)
         if is_argument:
-            found = [_FRAME.findall(user.meta.get("stack_trace") or "") for user in node.users]
-            frames = [(file, int(line)) for file, line in next(filter(None, found), ())]
+            found = (frames_in(user.meta.get("stack_trace") or "") for user in node.users)
+            frames = next(filter(None, found), [])
             self.frozen.append(Frozen(name, "", *(of_the_caller(frames) or innermost(frames)), is_input=True))
 
     def _parameter(self, match: re.Match[str]) -> str:
