@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay.graphs import LIMIT, DecodeGraphs
+from compiled_kv.replay.graphs import DecodeGraphs
+from compiled_kv.replay.steps import LIMIT
 
 from ..tracing import counts
 from ..tracing.reads import host_reads

@@ -19,10 +19,10 @@ import torch
 
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
-from compiled_kv.replay.graphs import DecodeGraphs, check_callable, compiled
+from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.player import Player, ReplayFault, ReplayReport, Step
 from compiled_kv.replay.scenarios import Scenario, serving, shorter, story
-from compiled_kv.replay.watch import uncompiled
+from compiled_kv.replay.steps import check_callable, compiled, uncompiled
 
 
 def metadata_step(buffers: DecodeBuffers, batch_size: int) -> Any:

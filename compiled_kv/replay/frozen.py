@@ -6,7 +6,6 @@ Frozen(step, (2.0, bias), {}).check((3.0, bias), {}, outputs)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compiled_kv.launch import triton
+from compiled_kv.replay.steps import parameters_of
 
 DATA_PTR = Tensor.data_ptr
 UNDER_CAPTURE = "under capture, where nothing can be compiled"
@@ -155,15 +155,6 @@ def refuse_cold_start(step: str, when: str) -> Iterator[None]:
     finally:
         if runtime is not None:
             runtime.jit_cache_hook = before
-
-
-def parameters_of(step: Callable[..., Any]) -> list[str]:
-    """Names of what the step takes after buffers and batch_size."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:]
 
 
 def address(pointer: int) -> str:

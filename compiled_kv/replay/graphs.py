@@ -11,7 +11,6 @@ same class runs the compiled step, and holds its caller to the same rules; only 
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,12 +21,11 @@ from torch import Tensor
 from compiled_kv.batches import DecodeBatch, refuse_batch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
-from compiled_kv.launch import INTERPRETED
 from compiled_kv.replay.frozen import AFTER_WARM_UP, UNDER_CAPTURE, Frozen, Places, refuse_cold_start
 from compiled_kv.replay.mailbox import Mailbox
+from compiled_kv.replay.steps import check_callable, compiled, name_of
 from compiled_kv.replay.watch import refuse_host_read
 
-LIMIT = 64
 NOBODY = DecodeBatch(rows=(), seq_lens=(), generations=())
 
 
@@ -183,10 +181,10 @@ class DecodeGraphs:
             try:
                 self.step(*args, **self.kwargs)
             except RuntimeError as error:
-                refuse_host_read(_name(self.step), self.step, error, args, self.kwargs)
+                refuse_host_read(name_of(self.step), self.step, error, args, self.kwargs)
                 raise
         for size in sizes:
-            with refuse_cold_start(_name(self.step), AFTER_WARM_UP):
+            with refuse_cold_start(name_of(self.step), AFTER_WARM_UP):
                 self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
 
     def _capture(self, sizes: Sequence[int]) -> None:
@@ -203,7 +201,7 @@ class DecodeGraphs:
         with _no_collection():
             for size in sizes:
                 graph = torch.cuda.CUDAGraph()
-                cold = refuse_cold_start(_name(self.step), UNDER_CAPTURE)
+                cold = refuse_cold_start(name_of(self.step), UNDER_CAPTURE)
                 with cold, torch.cuda.graph(graph, pool=memory, stream=side):
                     mailbox.take()
                     self._outputs[size] = self.step(self.buffers, size, *self.args, **self.kwargs)
@@ -223,26 +221,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def check_callable(decode_step: Any) -> None:
-    if not callable(decode_step):
-        raise TypeError(f"decode_step must be a function of (buffers, batch_size), got {type(decode_step).__name__}")
-
-
-def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    if INTERPRETED or hasattr(step, "_torchdynamo_orig_callable") or isinstance(step, torch._dynamo.OptimizedModule):
-        return step
-    return torch.compile(step, fullgraph=True, dynamic=True, backend=backend, **_limit())
-
-
-def _limit() -> dict[str, Any]:
-    """Room for more buffers in one process than torch lets a function be compiled for: they all call one `metadata`."""
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return {"recompile_limit": LIMIT}
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LIMIT)
-    return {}
-
-
-def _name(step: Callable[..., Any]) -> str:
-    return getattr(step, "__qualname__", type(step).__name__)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_kv.replay.frozen import AFTER_WARM_UP, UNDER_CAPTURE, refuse_cold_start
 from compiled_kv.replay.names import Difference
+from compiled_kv.replay.steps import uncompiled
 from compiled_kv.tracing import reads
 from compiled_kv.tracing.events import running
 
@@ -90,13 +91,6 @@ class DispatchReads(TorchDispatchMode):
         if func in reads.READS or masked:
             raise Different(Difference("host read", f"the step calls {func} {_caller()}"))
         return func(*args, **(kwargs or {}))
-
-
-def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile made `step` of, or `step`."""
-    if isinstance(step, torch._dynamo.OptimizedModule):
-        return step._orig_mod
-    return getattr(step, "_torchdynamo_orig_callable", step)  # type: ignore[no-any-return]
 
 
 def refuse_host_read(

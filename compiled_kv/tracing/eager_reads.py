@@ -75,7 +75,7 @@ def _formatting_frame() -> tuple[str, int] | None:
 
 
 _OWN = str(Path(__file__).parent)
-_FORMATTERS = tuple(f"{TORCH}/{name}.py" for name in ("_tensor", "_tensor_str", "overrides", "_dynamo/eval_frame"))
+_FORMATTERS = tuple(f"{TORCH}{name}.py" for name in ("_tensor", "_tensor_str", "overrides", "_dynamo/eval_frame"))
 
 
 def _unique(x: Any, *_: Any, **__: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision's files are no files of torch's
 _OWN = str(Path(__file__).parent.parent)
 _PYTHON = sysconfig.get_path("stdlib")
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
