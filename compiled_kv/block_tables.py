@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_distinct, check_distinct_fake, check_tail
+from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_tail
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, page_of
 from compiled_kv.sharing import BLOCK, programs_a_row

@@ -19,22 +19,13 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import (
-    INT32,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_int,
-    check_tail,
-    check_tuple,
-    check_width,
-)
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tail, check_tuple, check_width
 from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 

@@ -17,23 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import (
-    INT32,
-    INT64,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_int,
-    check_pool,
-    check_strided_table,
-    check_tail,
-)
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int, check_pool, check_strided_table, check_tail
 from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, TOKENS, programs_a_row
 

@@ -14,18 +14,10 @@ from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.batch_triton import prefix_sums
-from compiled_kv.checks import (
-    INT32,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_int,
-    check_layout,
-    check_tuple,
-)
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_layout, check_tuple
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows
 from compiled_kv.sharing import CHUNK, SCAN, WARPS, chunks

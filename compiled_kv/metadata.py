@@ -23,20 +23,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv import metadata_op  # noqa: F401  registers the operators
-from compiled_kv.checks import (
-    INT32,
-    INT64,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_int,
-    check_pool,
-    check_table_output,
-    check_tail,
-)
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int, check_pool, check_table_output, check_tail
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
 from compiled_kv.metadata_parts import DecodeMetadata
+from compiled_kv.overlap import check_distinct
 from compiled_kv.windows import check_map
 
 MOST_TOKENS = 2**31 - 1

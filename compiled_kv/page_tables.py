@@ -19,18 +19,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import (
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_pool,
-    check_table_output,
-    check_tail,
-)
+from compiled_kv.checks import INTS, Sizes, check_pool, check_table_output, check_tail
 from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import clamped_length, is_within, load_at, pages_of, value_at
 from compiled_kv.sharing import split_rows

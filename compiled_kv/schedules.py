@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_int
 from compiled_kv.launch import launch, runs_kernel
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.schedule_kernel import WARPS, flashmla_schedule_kernel, scratch_size
 from compiled_kv.status import DEBUG, Status

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT64, INTS, Sizes, check_int
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows, load_at, page_of, row_of_token
 from compiled_kv.sharing import TOKENS

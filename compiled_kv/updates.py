@@ -21,19 +21,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import (
-    INT32,
-    INT64,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_width,
-)
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_width
 from compiled_kv.launch import launch, runs_kernel
 from compiled_kv.layout import KVLayout, ceil_div
 from compiled_kv.metadata import check_step
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import chunks, is_reciprocal_exact, programs_a_row, reciprocal_of
 from compiled_kv.update_kernel import update_metadata_kernel

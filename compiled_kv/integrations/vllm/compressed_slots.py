@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_int
+from compiled_kv.checks import INT64, INTS, Sizes, check_int
 from compiled_kv.integrations.vllm.block_tables import NULL_BLOCK_ID, PAD_SLOT_ID
 from compiled_kv.integrations.vllm.positions import first_bounds
 from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.overlap import check_distinct
 from compiled_kv.rows_cpu import floor_div, gather, gather_rows, iota, page_of
 
 
