@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.layout import KVLayout
+from compiled_kv.layout import INT32_MAX, KVLayout
 
 INTS = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
@@ -111,12 +111,27 @@ def check_layout(layout: KVLayout) -> None:
         raise TypeError(f"layout must be a KVLayout, got {type(layout).__name__}")
 
 
-def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, layout: KVLayout) -> None:
-    """The checks that every reader of a token pool shares."""
+def check_token_pool(sizes: Sizes, req_to_token: Tensor, layout: KVLayout) -> None:
     check_layout(layout)
     sizes.check("req_to_token", req_to_token, INTS, "R", "C")
-    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
     check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
+
+
+def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, layout: KVLayout) -> None:
+    """The checks that every reader of a token pool shares."""
+    check_token_pool(sizes, req_to_token, layout)
+    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+
+
+def check_entry_pool(
+    sizes: Sizes, pool: Tensor, req_pool_indices: Tensor, entry_page_size: int, layout: KVLayout
+) -> None:
+    """`check_pool` for a pool that has an entry for each `entry_page_size` positions: a token slot, or a page."""
+    check_layout(layout)
+    sizes.check("pool", pool, INTS, "R", "C")
+    check_int("entry_page_size", entry_page_size, 1, INT32_MAX)
+    check_width("pool", pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
+    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
 
 
 def check_table_output(sizes: Sizes, name: str, table: Tensor, layout: KVLayout, rows: str = "B") -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tail, check_tuple, check_width
+from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
 from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
 from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
@@ -132,11 +132,8 @@ def _fill_kv_indices(
 
 def _check_inputs(given: Given, layout: KVLayout, entry_page_size: int) -> Sizes:
     sizes = Sizes()
-    sizes.check("pool", given.pool, INTS, "R", "C")
-    sizes.check("req_pool_indices", given.req_pool_indices, INTS, "B")
+    check_entry_pool(sizes, given.pool, given.req_pool_indices, entry_page_size, layout)
     sizes.check("kv_lens", given.kv_lens, INTS, "B")
-    check_int("entry_page_size", entry_page_size, 1, UNBOUNDED)
-    check_width("pool", given.pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
     for name, tensor, dim in (("kv_start", given.kv_start, "B"), ("token_map", given.token_map, "N")):
         if tensor is not None:
             sizes.check(name, tensor, INTS, dim)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tail, check_tuple, check_width
+from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
 from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
@@ -138,14 +138,12 @@ def draft_kv_indices(
             names it.
     """
     sizes = Sizes()
-    sizes.check("pool", pool, INTS, "R", "C")
-    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+    check_entry_pool(sizes, pool, req_pool_indices, entry_page_size, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
-    for name, number in (("num_steps", num_steps), ("topk", topk), ("entry_page_size", entry_page_size)):
+    for name, number in (("num_steps", num_steps), ("topk", topk)):
         check_int(name, number, 1, UNBOUNDED)
     for name, number in (("window", window), ("sinks", sinks)):
         check_int(name, number, 0, UNBOUNDED)
-    check_width("pool", pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
     sizes.named["B*topk"] = branches = seq_lens.shape[0] * topk
     if positions is not None:
         sizes.check("positions", positions, INTS, "B*topk")
