@@ -100,10 +100,23 @@ def check_tuple(name: str, value: Any, fields: Sequence[str]) -> None:
         raise ValueError(f"{name} must be ({', '.join(fields)}), got {len(value)} entries")
 
 
+def check_least(name: str, size: int, least: int, what: str, of: str = "") -> None:
+    """Require room for `least` rows, entries or columns, or for all those `of` something."""
+    if size < least:
+        wanted = f"the {least} {what} of {of}" if of else f"{least} {what}"
+        raise ValueError(f"{name} must have at least {wanted}, got {size}")
+
+
 def check_width(name: str, width: int, least: int, unit: str) -> None:
     """Require a table wide enough for the layout."""
-    if width < least:
-        raise ValueError(f"{name} must have at least {least} {unit} for this layout, got {width}")
+    check_least(name, width, least, f"{unit} for this layout")
+
+
+def check_presence(name: str, tensor: Tensor | None, wanted: bool) -> None:
+    """Require a tensor where a call fills one, and None where it does not."""
+    if (tensor is not None) != wanted:
+        came = "None" if tensor is None else "a tensor"
+        raise ValueError(f"{name} must be {'a tensor' if wanted else 'None'} for this call, got {came}")
 
 
 def check_layout(layout: KVLayout) -> None:
@@ -167,7 +180,18 @@ def check_tail(tail: str, out: object) -> None:
         raise ValueError("tail='keep' needs out: a fresh table has no columns to keep")
 
 
-def check_one_map(full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
-    if (full_to_swa is None) == (page_map is None):
-        given = "neither" if full_to_swa is None else "both"
-        raise ValueError(f"exactly one of full_to_swa and page_map must be given, got {given}")
+def check_map(sizes: Sizes, full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
+    """A map into the sliding-window pool, where there is one."""
+    if full_to_swa is not None and page_map is not None:
+        raise ValueError("at most one of full_to_swa and page_map may be given, got both")
+    if full_to_swa is not None:
+        sizes.check("full_to_swa", full_to_swa, INTS, "N")
+    if page_map is not None:
+        sizes.check("page_map", page_map, INTS, "NP")
+
+
+def check_one_of(**given: Tensor | None) -> None:
+    """Require one of two arguments."""
+    present = [name for name, tensor in given.items() if tensor is not None]
+    if len(present) != 1:
+        raise ValueError(f"exactly one of {' and '.join(given)} must be given, got {'both' if present else 'neither'}")

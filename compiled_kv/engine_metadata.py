@@ -17,7 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int, check_pool, check_strided_table, check_tail
+from compiled_kv.checks import (
+    INT32,
+    INT64,
+    INTS,
+    Sizes,
+    check_int,
+    check_least,
+    check_pool,
+    check_strided_table,
+    check_tail,
+)
 from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
@@ -168,7 +178,7 @@ def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout, width: int |
     for name, entries in (("cache_seqlens", 0), ("cu_seqlens_q", 1), ("cu_seqlens_k", 1)):
         if (tensor := getattr(out, name)) is not None:
             sizes.check_output(f"out.{name}", tensor, INT32, f"entries of {name}")
-            _check_least(f"out.{name}", tensor.shape[0], batch_size + entries, "entries")
+            check_least(f"out.{name}", tensor.shape[0], batch_size + entries, "entries")
     if width is not None:
         check_int("width", width, layout.max_num_pages)
     elif out.page_table is not None and out.page_table.ndim == 2:
@@ -176,16 +186,11 @@ def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout, width: int |
     for name in ("page_table", "swa_page_table"):
         if (tensor := getattr(out, name)) is not None:
             check_strided_table(sizes, f"out.{name}", tensor, f"rows of {name}", f"columns of {name}")
-            _check_least(f"out.{name}", tensor.shape[0], batch_size, "rows")
-            _check_least(f"out.{name}", tensor.shape[1], max(layout.max_num_pages, width or 0), "columns")
+            check_least(f"out.{name}", tensor.shape[0], batch_size, "rows")
+            check_least(f"out.{name}", tensor.shape[1], max(layout.max_num_pages, width or 0), "columns")
     if out.swa_slot_mapping is not None:
         sizes.check_output("out.swa_slot_mapping", out.swa_slot_mapping, INT64, "T")
     return width or 0
-
-
-def _check_least(name: str, size: int, least: int, what: str) -> None:
-    if size < least:
-        raise ValueError(f"{name} must have at least {least} {what}, got {size}")
 
 
 def _check_maps(out: EngineMetadata, full_to_swa: Tensor | None, swa_page_map: Tensor | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT64, INTS, Sizes, check_int
+from compiled_kv.checks import INT64, INTS, Sizes, check_int, check_least
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.lengths import UNBOUNDED
@@ -175,8 +175,7 @@ def group_slot_mappings(
     if num_tokens is not None:
         raise ValueError(f"num_tokens goes with a new result: out has its own {out.shape[-1]}, got {num_tokens}")
     sizes.check_output("out", out, INT64, "G", "N")
-    if out.shape[1] < positions.shape[0]:
-        raise ValueError(f"out must have at least the {positions.shape[0]} columns of positions, got {out.shape[1]}")
+    check_least("out", out.shape[1], positions.shape[0], "columns", of="positions")
     check_distinct({"out": out}, dict(zip(INPUTS, given)))
     torch.ops.compiled_kv.group_slot_mappings_out(*given, out, cp_size, cp_rank, cp_interleave)
     return out

@@ -23,12 +23,22 @@ import torch
 from torch import Tensor
 
 from compiled_kv import metadata_op  # noqa: F401  registers the operators
-from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int, check_pool, check_table_output, check_tail
+from compiled_kv.checks import (
+    INT32,
+    INT64,
+    INTS,
+    Sizes,
+    check_int,
+    check_map,
+    check_pool,
+    check_presence,
+    check_table_output,
+    check_tail,
+)
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import UNBOUNDED, check_queries
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.overlap import check_distinct
-from compiled_kv.windows import check_map
 
 MOST_TOKENS = 2**31 - 1
 INPUTS = (
@@ -109,8 +119,7 @@ def check_step(
     q_lens, fixed_q_len = check_queries(sizes, q_len)
     check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
     check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
-    if full_to_swa is not None or page_map is not None:
-        check_map(sizes, full_to_swa, page_map)
+    check_map(sizes, full_to_swa, page_map)
     if num_reqs is not None:
         sizes.check_scalar("num_reqs", num_reqs)
     if status is not None:
@@ -146,10 +155,7 @@ def _check_out(sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: boo
         raise TypeError(f"out must be a DecodeMetadata, got {type(out).__name__}")
     present = (True, True, True, True, has_swa, tokens is not None, has_swa and tokens is not None)
     for name, tensor, wanted in zip(DecodeMetadata._fields, out, present):
-        if (tensor is not None) != wanted:
-            raise ValueError(
-                f"out.{name} must be {'a tensor' if wanted else 'None'} for this call, got {_kind(tensor)}"
-            )
+        check_presence(f"out.{name}", tensor, wanted)
     sizes.named["B+1"] = sizes.named["B"] + 1
     if tokens is not None:
         sizes.named["T"] = tokens
@@ -161,7 +167,3 @@ def _check_out(sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: boo
     for name in ("slot_mapping", "swa_slot_mapping"):
         if (mapping := getattr(out, name)) is not None:
             sizes.check_output(f"out.{name}", mapping, INT64, "T")
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else "a tensor"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple
 from compiled_kv.launch import launch, runs_kernel
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
@@ -25,6 +25,7 @@ from compiled_kv.schedule_kernel import WARPS, flashmla_schedule_kernel, scratch
 from compiled_kv.status import DEBUG, Status
 
 Schedule = tuple[Tensor, Tensor]
+FIELDS = ("tile_scheduler_metadata", "num_splits")
 FORMS = ("current", "legacy_tokens", "legacy_blocks")
 COLUMNS = 8
 MAX_LINE = 2**30  # blocks and overheads of a batch, so that their sums fit int32
@@ -131,7 +132,7 @@ def _flashmla_schedule(
     return metadata, num_splits
 
 
-@operator("compiled_kv::flashmla_schedule_out", mutates_args=("tile_scheduler_metadata", "num_splits"))
+@operator("compiled_kv::flashmla_schedule_out", mutates_args=FIELDS)
 def _flashmla_schedule_out(
     cache_seqlens: Tensor, num_reqs: Tensor | None, tile_scheduler_metadata: Tensor, num_splits: Tensor,
     block_size: int, overhead: int, form: int,
@@ -147,7 +148,7 @@ def _flashmla_schedule_out(
 
 
 def _named(out: Schedule) -> dict[str, Tensor]:
-    return dict(zip(("tile_scheduler_metadata", "num_splits"), out))
+    return dict(zip(FIELDS, out))
 
 
 def flashmla_schedule(
@@ -194,8 +195,7 @@ def flashmla_schedule(
 
 
 def _check_out(sizes: Sizes, out: Schedule, num_sm_parts: int) -> None:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"out must be (tile_scheduler_metadata, num_splits), got {type(out).__name__}")
+    check_tuple("out", out, FIELDS)
     sizes.named |= {"S": num_sm_parts, "8": COLUMNS, "B+1": sizes.named["B"] + 1}
     sizes.check_output("tile_scheduler_metadata", out[0], INT32, "S", "8")
     sizes.check_output("num_splits", out[1], INT32, "B+1")

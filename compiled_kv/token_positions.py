@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_least
 from compiled_kv.launch import dependent_launch, device_function, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.overlap import check_distinct, check_distinct_fake
@@ -148,8 +148,7 @@ def place_tokens_(
         sizes.check_output("batch_indices", batch_indices, INT32, "T")
     if seq_lens is not None:
         sizes.check_output("seq_lens", seq_lens, INT32, "N")
-        if seq_lens.shape[0] < sizes.named["B"]:
-            raise ValueError(f"seq_lens must have at least {sizes.named['B']} entries, got {seq_lens.shape[0]}")
+        check_least("seq_lens", seq_lens.shape[0], sizes.named["B"], "entries")
     out = (positions, batch_indices, seq_lens)
     given = {"held": held, "cu_seqlens_q": cu_seqlens_q, "req_pool_indices": req_pool_indices}
     check_distinct({name: tensor for name, tensor in zip(OUTPUTS, out) if tensor is not None}, given)
