@@ -21,11 +21,9 @@ from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, 
 from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
 from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
-from compiled_kv.rows_cpu import INT32_MAX
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
 Csr = tuple[Tensor, Tensor, Tensor]
@@ -179,7 +177,7 @@ def csr_tables(
     settings = (layout.page_size, entry_page_size, layout.max_seqlen_k)
     if out is None:
         room = kv_lens.shape[0] * layout.max_num_pages if capacity is None else capacity
-        check_int("capacity", room, 0, UNBOUNDED)
+        check_int("capacity", room, 0, INT32_MAX)
         return torch.ops.compiled_kv.csr_tables(*given, *settings, room)
     if capacity is not None:
         raise ValueError(f"capacity goes with a new result: out has its own, got {capacity}")

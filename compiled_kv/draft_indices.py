@@ -23,8 +23,7 @@ from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, 
 from compiled_kv.draft_indices_cpu import cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
@@ -141,9 +140,9 @@ def draft_kv_indices(
     check_entry_pool(sizes, pool, req_pool_indices, entry_page_size, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
     for name, number in (("num_steps", num_steps), ("topk", topk)):
-        check_int(name, number, 1, UNBOUNDED)
+        check_int(name, number, 1, INT32_MAX)
     for name, number in (("window", window), ("sinks", sinks)):
-        check_int(name, number, 0, UNBOUNDED)
+        check_int(name, number, 0, INT32_MAX)
     sizes.named["B*topk"] = branches = seq_lens.shape[0] * topk
     if positions is not None:
         sizes.check("positions", positions, INTS, "B*topk")
@@ -154,7 +153,7 @@ def draft_kv_indices(
     settings = (num_steps, topk, layout.page_size, entry_page_size, layout.max_seqlen_k, window, sinks)
     if out is None:
         room = branches * (layout.max_seqlen_k + num_steps) if capacity is None else capacity
-        check_int("capacity", room, 0, UNBOUNDED)
+        check_int("capacity", room, 0, INT32_MAX)
         return torch.ops.compiled_kv.draft_kv_indices(*given, *settings, room)
     if capacity is not None:
         raise ValueError(f"capacity goes with a new result: out has its own, got {capacity}")

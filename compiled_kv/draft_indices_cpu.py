@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.csr_cpu import entry_of
+from compiled_kv.layout import INT32_MAX
 
 
 def cpu_body(
@@ -23,7 +24,7 @@ def cpu_body(
     most = window + sinks if window > 0 else cap
     counts, drafts = lengths.clamp(max=most), cpu.iota(num_steps, rows)[:, None] + 1
     shown = counts if given.positions is None else cpu.clamped_length(given.positions, 0, cap).clamp(max=most)
-    kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, cpu.INT32_MAX)), (1, 0))
+    kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, INT32_MAX)), (1, 0))
 
     entry = cpu.iota(capacity, rows) + torch.zeros_like(drafts)  # searchsorted would copy an expanded one
     branch = torch.searchsorted((counts + drafts).cumsum(1).contiguous(), entry, right=True)

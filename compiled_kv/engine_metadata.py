@@ -31,8 +31,8 @@ from compiled_kv.checks import (
 from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.lengths import check_queries
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, TOKENS, programs_a_row
@@ -154,7 +154,7 @@ def write_metadata(
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
     q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    check_int("seq_len_delta", seq_len_delta, 0, INT32_MAX)
     for name, tensor, dim in (("slots", slots, "n"), ("full_to_swa", full_to_swa, "N"), ("page_map", page_map, "NP"),
                               ("swa_page_map", swa_page_map, "NS")):  # fmt: skip
         if tensor is not None:

@@ -18,11 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_kv import layout
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_int, check_least
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
-from compiled_kv.lengths import UNBOUNDED
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import INT32_MAX, load_at, page_of, row_of_token
@@ -91,7 +91,7 @@ def _cpu_body(given: Given, tokens: int, cp_size: int, cp_rank: int, cp_interlea
     row = cpu.row_of_token(cu_seqlens_q, token)
     pool_row = cpu.gather(indices, row, row < indices.shape[0])
     position = cpu.gather(positions, token, pool_row >= 0)
-    sizes = block_sizes.long().clamp(max=cpu.INT32_MAX)[:, None]
+    sizes = block_sizes.long().clamp(max=layout.INT32_MAX)[:, None]
     owned = (position >= 0) & (pool_row >= 0) & (pool_row < pool_rows) & (sizes > 0)
     sizes, position = sizes.clamp(min=1), position.clamp(min=0)
     is_sharded = torch.zeros_like(sizes) if sharded is None else sharded[:, None]
@@ -164,9 +164,9 @@ def group_slot_mappings(
     sizes.check("positions", positions, INTS, "T")
     if sharded is not None:
         sizes.check("sharded", sharded, INTS, "G")
-    check_int("cp_size", cp_size, 1, UNBOUNDED)
+    check_int("cp_size", cp_size, 1, layout.INT32_MAX)
     check_int("cp_rank", cp_rank, 0, cp_size - 1)
-    check_int("cp_interleave", cp_interleave, 1, UNBOUNDED)
+    check_int("cp_interleave", cp_interleave, 1, layout.INT32_MAX)
     given = (block_tables, block_sizes, req_pool_indices, cu_seqlens_q, positions, sharded)
     tokens = positions.shape[0] if num_tokens is None else num_tokens
     if out is None:

@@ -35,12 +35,11 @@ from compiled_kv.checks import (
     check_table_output,
     check_tail,
 )
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.lengths import check_queries
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.overlap import check_distinct
 
-MOST_TOKENS = 2**31 - 1
 INPUTS = (
     "req_to_token",
     "req_pool_indices",
@@ -117,7 +116,7 @@ def check_step(
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
     q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    check_int("seq_len_delta", seq_len_delta, 0, INT32_MAX)
     check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
     check_map(sizes, full_to_swa, page_map)
     if num_reqs is not None:
@@ -135,13 +134,13 @@ def _token_capacity(
         sizes.check("slots", slots, INTS, "n")
         if num_tokens is None:
             return slots.shape[0]
-        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+        check_int("num_tokens", num_tokens, 0, INT32_MAX)
         if num_tokens < slots.shape[0]:
             raise ValueError(f"num_tokens must be at least the {slots.shape[0]} entries of slots, got {num_tokens}")
         return num_tokens
     if q_lens is not None:
         if num_tokens is not None:
-            check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+            check_int("num_tokens", num_tokens, 0, INT32_MAX)
         return num_tokens
     if num_tokens is not None:
         raise ValueError(

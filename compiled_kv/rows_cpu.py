@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_kv.layout import INT32_MAX
 from compiled_kv.status import DEBUG, Status
 
-INT32_MAX = 2**31 - 1
 MAX_QUERIES = 2**32
 
 

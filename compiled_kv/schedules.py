@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple
 from compiled_kv.launch import launch, runs_kernel
+from compiled_kv.layout import INT32_MAX
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.schedule_kernel import WARPS, flashmla_schedule_kernel, scratch_size
@@ -47,7 +48,7 @@ def _launch(
     launch(
         flashmla_schedule_kernel, (1,), kv_lens_ptr=cache_seqlens, num_reqs_ptr=num_reqs,
         len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0],
-        reciprocal=cpu.INT32_MAX // metadata.shape[0], overhead=overhead,
+        reciprocal=INT32_MAX // metadata.shape[0], overhead=overhead,
         most=_most_blocks(batch_size, overhead), scratch_ptr=scratch, num_splits_ptr=num_splits,
         tile_scheduler_metadata_ptr=metadata, BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
         LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PARTS=PARTS, num_warps=WARPS,
@@ -73,7 +74,7 @@ def _cpu_body(
 ) -> Schedule:
     batch_size = cache_seqlens.shape[0]
     most, active = _most_blocks(batch_size, overhead), cpu.active_rows(num_reqs, batch_size)
-    lengths = cache_seqlens.long().clamp(0, cpu.INT32_MAX).where(cpu.iota(batch_size, cache_seqlens) < active, 0)
+    lengths = cache_seqlens.long().clamp(0, INT32_MAX).where(cpu.iota(batch_size, cache_seqlens) < active, 0)
     wanted = cpu.floor_div(lengths + block_size - 1, block_size)
     cpu.report(None, cpu.flag(wanted > most, Status.SUM_OVERFLOW))
     blocks = wanted.clamp(1, most)

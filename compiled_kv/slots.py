@@ -16,8 +16,7 @@ from torch import Tensor
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT64, INTS, Sizes, check_int
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
-from compiled_kv.layout import ceil_div
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, ceil_div
 from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows, load_at, page_of, row_of_token
@@ -165,7 +164,7 @@ def slot_mapping(
         "R",
         "C" if block_table is None else "W",
     )
-    check_int("page_size", 1 if page_size is None else page_size, 1, UNBOUNDED)
+    check_int("page_size", 1 if page_size is None else page_size, 1, INT32_MAX)
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
     sizes.check("positions", positions, INTS, "B" if cu_seqlens_q is None else "T")
     if cu_seqlens_q is not None:
