@@ -137,7 +137,6 @@ def _check_inputs(given: Given, layout: KVLayout, entry_page_size: int) -> Sizes
             sizes.check(name, tensor, INTS, dim)
     if given.num_reqs is not None:
         sizes.check_scalar("num_reqs", given.num_reqs)
-    sizes.named["B+1"] = sizes.named["B"] + 1
     return sizes
 
 

@@ -159,7 +159,6 @@ def group_slot_mappings(
     sizes.check("block_tables", block_tables, INTS, "G", "R", "W")
     sizes.check("block_sizes", block_sizes, INTS, "G")
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
-    sizes.named["B+1"] = sizes.named["B"] + 1
     sizes.check("cu_seqlens_q", cu_seqlens_q, INTS, "B+1")
     sizes.check("positions", positions, INTS, "T")
     if sharded is not None:

@@ -155,7 +155,6 @@ def _check_out(sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: boo
     present = (True, True, True, True, has_swa, tokens is not None, has_swa and tokens is not None)
     for name, tensor, wanted in zip(DecodeMetadata._fields, out, present):
         check_presence(f"out.{name}", tensor, wanted)
-    sizes.named["B+1"] = sizes.named["B"] + 1
     if tokens is not None:
         sizes.named["T"] = tokens
     for name, dim in (("cache_seqlens", "B"), ("cu_seqlens_q", "B+1"), ("cu_seqlens_k", "B+1")):

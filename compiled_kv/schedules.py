@@ -197,7 +197,7 @@ def flashmla_schedule(
 
 def _check_out(sizes: Sizes, out: Schedule, num_sm_parts: int) -> None:
     check_tuple("out", out, FIELDS)
-    sizes.named |= {"S": num_sm_parts, "8": COLUMNS, "B+1": sizes.named["B"] + 1}
+    sizes.named |= {"S": num_sm_parts, "8": COLUMNS}
     sizes.check_output("tile_scheduler_metadata", out[0], INT32, "S", "8")
     sizes.check_output("num_splits", out[1], INT32, "B+1")
     if not out[0].is_contiguous():

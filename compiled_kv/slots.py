@@ -168,7 +168,6 @@ def slot_mapping(
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
     sizes.check("positions", positions, INTS, "B" if cu_seqlens_q is None else "T")
     if cu_seqlens_q is not None:
-        sizes.named["B+1"] = sizes.named["B"] + 1
         sizes.check("cu_seqlens_q", cu_seqlens_q, INTS, "B+1")
     if num_reqs is not None:
         sizes.check_scalar("num_reqs", num_reqs)

@@ -171,6 +171,6 @@ def _check_schedule(name: str, schedule: Tensor, num_splits: Tensor, batch_size:
     sizes = Sizes()
     sizes.named["columns"] = COLUMNS
     if batch_size is not None:
-        sizes.named["B+1"] = batch_size + 1
+        sizes.named["B"] = batch_size
     sizes.check(name, schedule, INT32, "num_sm_parts", "columns")
     sizes.check("num_splits", num_splits, INT32, "B+1")

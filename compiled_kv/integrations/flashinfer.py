@@ -68,7 +68,7 @@ def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayou
     """
     _check_tables("tables", tables)
     sizes = Sizes()
-    sizes.named["B+1"] = metadata.cache_seqlens.shape[0] + 1
+    sizes.named["B"] = metadata.cache_seqlens.shape[0]
     sizes.check("kv_indptr", tables[0], INT32, "B+1")
     return {
         "qo_indptr": metadata.cu_seqlens_q,
@@ -138,7 +138,6 @@ def _check_rows(name: str, indptr: Tensor, lengths_name: str, lengths: Tensor) -
     """Sizes of a batch, of which `indptr` is [B + 1] and `lengths` [B]."""
     sizes = Sizes()
     sizes.check(lengths_name, lengths, INTS, "B")
-    sizes.named["B+1"] = sizes.named["B"] + 1
     sizes.check(name, indptr, INTS, "B+1")
     return sizes
 

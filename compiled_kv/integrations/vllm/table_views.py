@@ -79,7 +79,6 @@ def expand_page_indices(block_table: Tensor, cu_num_tokens: Tensor, out: Tensor,
     """
     sizes = Sizes()
     sizes.check("block_table", block_table, INTS, "B", "W")
-    sizes.named["B+1"] = sizes.named["B"] + 1
     sizes.check("cu_num_tokens", cu_num_tokens, INTS, "B+1")
     check_int("page_size", page_size, 1, INT32_MAX)
     return fill_kv_indices(
