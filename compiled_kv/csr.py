@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
-from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
+from compiled_kv.csr_cpu import entries_of, last_page_lens, lengths_of
 from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import INT32_MAX, KVLayout
@@ -73,7 +73,7 @@ def _cpu_body(
     given: Given, settings: Settings, capacity: int, dtype: torch.dtype = torch.int32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three outputs, cleared, and which indices a kept tail leaves to us."""
-    lengths, pages = pages_of(given, settings)
+    lengths, pages = lengths_of(given, settings)
     kv_indptr = torch.nn.functional.pad(pages.cumsum(0).clamp(max=capacity), (1, 0))
     indices, written = entries_of(given, settings, kv_indptr, pages, capacity, dtype)
     return kv_indptr.clamp(max=INT32_MAX).int(), indices, last_page_lens(lengths, settings.page_size), written
@@ -123,7 +123,7 @@ def _fill_kv_indices(
     if runs_kernel(pool):
         _launch(kv_indices, kv_indptr, None, given, settings, clear=False)
         return
-    _, pages = pages_of(given, settings)
+    _, pages = lengths_of(given, settings)
     indices, written = entries_of(given, settings, kv_indptr.long(), pages, kv_indices.shape[0], kv_indices.dtype)
     kv_indices.copy_(torch.where(written, indices, kv_indices))
 

@@ -10,13 +10,22 @@ from torch import Tensor
 from compiled_kv import rows_cpu as cpu
 
 
-def pages_of(given: Any, settings: Any) -> tuple[Tensor, Tensor]:
+def lengths_of(given: Any, settings: Any) -> tuple[Tensor, Tensor]:
     """Tokens and pages of each row, int64 [B]; none of a row that is padding."""
     rows = given.req_pool_indices.long()
     counted = cpu.iota(rows.shape[0], rows) < cpu.active_rows(given.num_reqs, rows.shape[0])
     live = counted & (rows >= 0) & (rows < given.pool.shape[0])
     lengths = cpu.clamped_length(given.kv_lens, 0, settings.cap).where(live, 0)
-    return lengths, cpu.floor_div(lengths + settings.page_size - 1, settings.page_size)
+    return lengths, cpu.pages_of(lengths, settings.page_size)
+
+
+def slots_at(pool: Tensor, pool_row: Tensor, position: Tensor, mask: Tensor, entry_size: int) -> Tensor:
+    """Slot of each position; the pool has an entry for each `entry_size` of them."""
+    entry = cpu.gather_rows(pool, pool_row, cpu.floor_div(position, entry_size), mask)
+    if entry_size == 1:
+        return entry
+    page = cpu.page_of(entry, 1)
+    return torch.where(page < 0, -1, page * entry_size + position % entry_size)
 
 
 def last_page_lens(lengths: Tensor, page_size: int) -> Tensor:
@@ -46,10 +55,7 @@ def entries_of(
         start = given.kv_start.long().clamp(0, given.pool.shape[1] * entry_size)
         position = position + cpu.gather(start, row, in_batch)
     pool_row = cpu.gather(given.req_pool_indices, row, written)
-    slot = cpu.gather_rows(given.pool, pool_row, cpu.floor_div(position, entry_size), written)
-    if entry_size > 1:
-        page = cpu.page_of(slot, 1)
-        slot = torch.where(page < 0, -1, page * entry_size + position % entry_size)
+    slot = slots_at(given.pool, pool_row, position, written, entry_size)
     if given.token_map is not None:
         slot = cpu.gather(given.token_map, slot, slot >= 0)
     return torch.where(written, entry_of(slot, page_size, dtype), 0), written

@@ -75,7 +75,7 @@ def _cpu_body(
     batch_size = cache_seqlens.shape[0]
     most, active = _most_blocks(batch_size, overhead), cpu.active_rows(num_reqs, batch_size)
     lengths = cache_seqlens.long().clamp(0, INT32_MAX).where(cpu.iota(batch_size, cache_seqlens) < active, 0)
-    wanted = cpu.floor_div(lengths + block_size - 1, block_size)
+    wanted = cpu.pages_of(lengths, block_size)
     cpu.report(None, cpu.flag(wanted > most, Status.SUM_OVERFLOW))
     blocks = wanted.clamp(1, most)
     weights = torch.where(cpu.iota(batch_size, cache_seqlens) < active, blocks + overhead, 0)
