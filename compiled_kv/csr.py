@@ -12,13 +12,11 @@ given `kv_indptr`, here `fill_kv_indices`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
-from compiled_kv.csr_cpu import entries_of, last_page_lens, lengths_of
+from compiled_kv.csr_cpu import Given, Settings, entries_of, last_page_lens, lengths_of
 from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import INT32_MAX, KVLayout
@@ -29,21 +27,6 @@ from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 Csr = tuple[Tensor, Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices", "kv_last_page_len")
 INPUTS = ("pool", "req_pool_indices", "kv_lens", "kv_start", "token_map", "num_reqs")
-
-
-class Given(NamedTuple):
-    pool: Tensor
-    req_pool_indices: Tensor
-    kv_lens: Tensor
-    kv_start: Tensor | None
-    token_map: Tensor | None
-    num_reqs: Tensor | None
-
-
-class Settings(NamedTuple):
-    page_size: int
-    entry_page_size: int
-    cap: int
 
 
 def _launch(

@@ -1,8 +1,8 @@
-"""The CPU body of the CSR operators, in torch calls of static shapes."""
+"""The CPU body of the CSR operators, in torch calls of static shapes, and what both bodies are given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,22 @@ from torch import Tensor
 from compiled_kv import rows_cpu as cpu
 
 
-def lengths_of(given: Any, settings: Any) -> tuple[Tensor, Tensor]:
+class Given(NamedTuple):
+    pool: Tensor
+    req_pool_indices: Tensor
+    kv_lens: Tensor
+    kv_start: Tensor | None
+    token_map: Tensor | None
+    num_reqs: Tensor | None
+
+
+class Settings(NamedTuple):
+    page_size: int
+    entry_page_size: int
+    cap: int
+
+
+def lengths_of(given: Given, settings: Settings) -> tuple[Tensor, Tensor]:
     """Tokens and pages of each row, int64 [B]; none of a row that is padding."""
     rows = given.req_pool_indices.long()
     counted = cpu.iota(rows.shape[0], rows) < cpu.active_rows(given.num_reqs, rows.shape[0])
@@ -40,7 +55,7 @@ def entry_of(slot: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def entries_of(
-    given: Any, settings: Any, kv_indptr: Tensor, pages: Tensor, capacity: int, dtype: torch.dtype = torch.int32
+    given: Given, settings: Settings, kv_indptr: Tensor, pages: Tensor, capacity: int, dtype: torch.dtype = torch.int32
 ) -> tuple[Tensor, Tensor]:
     """`dtype` [capacity], 0 where no row owns an entry, and which entries a row owns."""
     page_size, entry_size, _ = settings

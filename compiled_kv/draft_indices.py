@@ -13,14 +13,12 @@ publishes this kernel for its draft workers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
-from compiled_kv.draft_indices_cpu import cpu_body
+from compiled_kv.draft_indices_cpu import Given, Settings, cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import INT32_MAX, KVLayout
@@ -30,24 +28,6 @@ from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
 Pair = tuple[Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices")
-
-
-class Given(NamedTuple):
-    pool: Tensor
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    positions: Tensor | None
-    page_map: Tensor | None
-
-
-class Settings(NamedTuple):
-    num_steps: int
-    topk: int
-    page_size: int
-    entry_page_size: int
-    cap: int
-    window: int
-    sinks: int
 
 
 def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:

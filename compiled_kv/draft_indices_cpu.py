@@ -1,8 +1,8 @@
-"""The CPU body of `draft_kv_indices`, in torch calls of static shapes."""
+"""The CPU body of `draft_kv_indices`, in torch calls of static shapes, and what both bodies are given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,26 @@ from compiled_kv.csr_cpu import entry_of, slots_at
 from compiled_kv.layout import INT32_MAX
 
 
+class Given(NamedTuple):
+    pool: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    positions: Tensor | None
+    page_map: Tensor | None
+
+
+class Settings(NamedTuple):
+    num_steps: int
+    topk: int
+    page_size: int
+    entry_page_size: int
+    cap: int
+    window: int
+    sinks: int
+
+
 def cpu_body(
-    given: Any, settings: Any, capacity: int, dtype: torch.dtype = torch.int32
+    given: Given, settings: Settings, capacity: int, dtype: torch.dtype = torch.int32
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both outputs, cleared, and which indices a kept tail leaves to us."""
     num_steps, topk, page_size, entry_size, cap, window, sinks = settings

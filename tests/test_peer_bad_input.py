@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_kv import KVLayout
 from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.engine_metadata import EngineMetadata
+from compiled_kv.engine_parts import EngineMetadata
 from tests.harness import POISON, around, poisoned
 from tests.peer_calls import CALLS
 
