@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_distinct, check_distinct_fake, check_tail
+from compiled_kv.checks import INT32, INTS, Sizes, check_blocks_output, check_least, check_tail
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, page_of
 from compiled_kv.sharing import BLOCK, programs_a_row
@@ -166,10 +167,7 @@ def gather_block_tables(
     if out is None:
         return torch.ops.compiled_kv.gather_block_tables(*given)
     check_blocks_output(sizes, "out", out, INT32, "G", "N", "W")
-    if out.shape[1] < req_pool_indices.shape[0]:
-        raise ValueError(
-            f"out must have at least the {req_pool_indices.shape[0]} rows of the batch, got {out.shape[1]}"
-        )
+    check_least("out", out.shape[1], req_pool_indices.shape[0], "rows", of="the batch")
     check_distinct({"out": out}, dict(zip(INPUTS, given)))
     torch.ops.compiled_kv.gather_block_tables_out(*given, out, tail == "clear")
     return out

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors, is_ordered, refuse_batch
-from compiled_kv.checks import INTS, Sizes, check_int, check_width
+from compiled_kv.checks import Sizes, check_int, check_map, check_token_pool
 from compiled_kv.layout import KVLayout
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.staging import Ring
 from compiled_kv.updates import clear_held, new_held, update_metadata
-from compiled_kv.windows import check_map
 
 RingKind = TypeVar("RingKind", bound=Ring)
 REMEMBERED = (list, tuple)
@@ -71,17 +70,13 @@ class DecodeBuffers(nn.Module):
         page_map: Tensor | None = None, pad_seqlen: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layout must be a KVLayout, got {type(layout).__name__}")
         sizes = Sizes()
-        sizes.check("req_to_token", req_to_token, INTS, "R", "C")
-        check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
+        check_token_pool(sizes, req_to_token, layout)
         check_int("max_batch_size", max_batch_size, 1)
         check_int("q_len", q_len, 1)
         check_int("seq_len_delta", seq_len_delta, 0, layout.max_seqlen_k)
         check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
-        if full_to_swa is not None or page_map is not None:
-            check_map(sizes, full_to_swa, page_map)
+        check_map(sizes, full_to_swa, page_map)
         self.layout, self.max_batch_size, self.q_len, self.ragged = layout, max_batch_size, q_len, ragged
         self.seq_len_delta, self.given_slots, self.pad_seqlen = seq_len_delta, given_slots, pad_seqlen
         self.max_num_tokens = max_batch_size * q_len

@@ -1,4 +1,4 @@
-"""Checks of shapes, dtypes, devices and aliasing, and the only place that words an input error.
+"""Checks of shapes, dtypes and devices; beside `overlap`, the only place that words an input error.
 
     sizes = Sizes()
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
@@ -11,20 +11,18 @@ finishes its checks before it writes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from compiled_kv.layout import KVLayout
+from compiled_kv.layout import INT32_MAX, KVLayout
 
 INTS = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 TAILS = ("clear", "keep")
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Sizes:
@@ -36,8 +34,14 @@ class Sizes:
         self.device_of = ""
 
     def check(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
-        """Require `tensor` to have one of `dtypes`, these dimensions, and the device of those before it."""
+        """Require `tensor` to have one of `dtypes`, these dimensions, and the device of those before it.
+
+        A dimension "B+1" is one more than B, where B is known.
+        """
         self._check_kind(name, tensor, dtypes)
+        for dim in dims:
+            if dim.endswith("+1") and dim[:-2] in self.named:
+                self.named[dim] = self.named[dim[:-2]] + 1
         fits = tensor.ndim == len(dims)
         for dim, size in zip(dims, tensor.shape):
             fits = fits and self.named.setdefault(dim, size) == size
@@ -102,10 +106,23 @@ def check_tuple(name: str, value: Any, fields: Sequence[str]) -> None:
         raise ValueError(f"{name} must be ({', '.join(fields)}), got {len(value)} entries")
 
 
+def check_least(name: str, size: int, least: int, what: str, of: str = "") -> None:
+    """Require room for `least` rows, entries or columns, or for all those `of` something."""
+    if size < least:
+        wanted = f"the {least} {what} of {of}" if of else f"{least} {what}"
+        raise ValueError(f"{name} must have at least {wanted}, got {size}")
+
+
 def check_width(name: str, width: int, least: int, unit: str) -> None:
     """Require a table wide enough for the layout."""
-    if width < least:
-        raise ValueError(f"{name} must have at least {least} {unit} for this layout, got {width}")
+    check_least(name, width, least, f"{unit} for this layout")
+
+
+def check_presence(name: str, tensor: Tensor | None, wanted: bool) -> None:
+    """Require a tensor where a call fills one, and None where it does not."""
+    if (tensor is not None) != wanted:
+        came = "None" if tensor is None else "a tensor"
+        raise ValueError(f"{name} must be {'a tensor' if wanted else 'None'} for this call, got {came}")
 
 
 def check_layout(layout: KVLayout) -> None:
@@ -113,12 +130,27 @@ def check_layout(layout: KVLayout) -> None:
         raise TypeError(f"layout must be a KVLayout, got {type(layout).__name__}")
 
 
-def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, layout: KVLayout) -> None:
-    """The checks that every reader of a token pool shares."""
+def check_token_pool(sizes: Sizes, req_to_token: Tensor, layout: KVLayout) -> None:
     check_layout(layout)
     sizes.check("req_to_token", req_to_token, INTS, "R", "C")
-    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
     check_width("req_to_token", req_to_token.shape[1], layout.max_seqlen_k, "columns")
+
+
+def check_pool(sizes: Sizes, req_to_token: Tensor, req_pool_indices: Tensor, layout: KVLayout) -> None:
+    """The checks that every reader of a token pool shares."""
+    check_token_pool(sizes, req_to_token, layout)
+    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+
+
+def check_entry_pool(
+    sizes: Sizes, pool: Tensor, req_pool_indices: Tensor, entry_page_size: int, layout: KVLayout
+) -> None:
+    """`check_pool` for a pool that has an entry for each `entry_page_size` positions: a token slot, or a page."""
+    check_layout(layout)
+    sizes.check("pool", pool, INTS, "R", "C")
+    check_int("entry_page_size", entry_page_size, 1, INT32_MAX)
+    check_width("pool", pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
+    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
 
 
 def check_table_output(sizes: Sizes, name: str, table: Tensor, layout: KVLayout, rows: str = "B") -> None:
@@ -154,93 +186,18 @@ def check_tail(tail: str, out: object) -> None:
         raise ValueError("tail='keep' needs out: a fresh table has no columns to keep")
 
 
-def check_one_map(full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
-    if (full_to_swa is None) == (page_map is None):
-        given = "neither" if full_to_swa is None else "both"
-        raise ValueError(f"exactly one of full_to_swa and page_map must be given, got {given}")
+def check_map(sizes: Sizes, full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
+    """A map into the sliding-window pool, where there is one."""
+    if full_to_swa is not None and page_map is not None:
+        raise ValueError("at most one of full_to_swa and page_map may be given, got both")
+    if full_to_swa is not None:
+        sizes.check("full_to_swa", full_to_swa, INTS, "N")
+    if page_map is not None:
+        sizes.check("page_map", page_map, INTS, "NP")
 
 
-def check_distinct(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
-    """Refuse outputs that overlap each other or an input, as far as can be seen where this runs.
-
-    Eagerly: by address. While a graph is traced anything about storage would break it, so the public function
-    compares objects, and the operator's fake implementation compares storages and offsets.
-    """
-    everything = {**{k: v for k, v in inputs.items() if v is not None}, **outputs}
-    if torch.compiler.is_compiling():
-        _check_distinct_objects(outputs, everything)
-    else:
-        _check_distinct_spans(outputs, everything)
-
-
-def check_distinct_fake(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> None:
-    """`check_distinct` for an operator's body, where it runs as the fake implementation; elsewhere nothing."""
-    if outputs and all(type(tensor) is FakeTensor for tensor in outputs.values()):
-        _check_distinct_spans(outputs, {**{k: v for k, v in inputs.items() if v is not None}, **outputs})
-
-
-def _check_distinct_spans(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
-    if not all(type(tensor) in PLAIN for tensor in everything.values()):
-        # To compare spans of fake tensors is to guard on sizes, and other kinds may have no address.
-        storages = {tensor.untyped_storage()._cdata for tensor in everything.values()}
-        if len(storages) == len(everything):
-            return
-    spans = sorted((*_span(tensor), name) for name, tensor in everything.items() if _has_memory(tensor))
-    for index, (_, end, name) in enumerate(spans):
-        for begin, _, other in spans[index + 1 :]:
-            if begin >= end:
-                break
-            if (name in outputs or other in outputs) and not _interleaved(everything[name], everything[other]):
-                _refuse(*((name, other) if name in outputs else (other, name)))
-
-
-def _check_distinct_objects(outputs: Mapping[str, Tensor], everything: Mapping[str, Tensor]) -> None:
-    for name, out in outputs.items():
-        for other, tensor in everything.items():
-            if name != other and out is tensor:
-                _refuse(name, other)
-
-
-def _refuse(name: str, other: str) -> None:
-    raise ValueError(f"{name} must not overlap {other}: got views of the same memory")
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and (type(tensor) is FakeTensor or tensor.data_ptr() != 0)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte and the byte past the last one that `tensor` covers; fake tensors count from an address of their
-    storage's own."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    begin = tensor.data_ptr() if type(tensor) is not FakeTensor else _fake_address(tensor)
-    return begin, begin + extent * tensor.element_size()
-
-
-def _fake_address(tensor: Tensor) -> int:
-    return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
-
-
-def _interleaved(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share memory's range but no byte: slices of the columns of one wider table."""
-    (a_width, a_pitch), (b_width, b_pitch) = _rows_of(a), _rows_of(b)
-    pitch = a_pitch or b_pitch
-    if a.element_size() != b.element_size() or {a_pitch or pitch, b_pitch or pitch} != {pitch} or pitch <= 0:
-        return False
-    apart = (_span(b)[0] - _span(a)[0]) // a.element_size() % pitch
-    return 0 < a_width <= apart and 0 < b_width <= pitch - apart
-
-
-def _rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Width of a table's rows and the distance between them: 0 for a single row, and a width of 0 where its columns do
-    not lie side by side. A strided vector is a table of one column, and tables of several groups are one where their
-    rows follow one another at that distance."""
-    if tensor.ndim == 1 and tensor.stride(0) != 1:
-        tensor = tensor[:, None]
-    groups, rows, width = (1, 1, 1, *tensor.shape)[-3:]
-    group_pitch, pitch, unit = (0, 0, 1, *tensor.stride())[-3:]
-    if groups > 1 and rows > 1 and group_pitch != rows * pitch:
-        width = 0
-    if rows == 1:
-        pitch = group_pitch
-    return width if width == 1 or unit == 1 else 0, pitch if groups * rows > 1 else 0
+def check_one_of(**given: Tensor | None) -> None:
+    """Require one of two arguments."""
+    present = [name for name, tensor in given.items() if tensor is not None]
+    if len(present) != 1:
+        raise ValueError(f"exactly one of {' and '.join(given)} must be given, got {'both' if present else 'neither'}")

@@ -12,49 +12,21 @@ given `kv_indptr`, here `fill_kv_indices`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import (
-    INT32,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_int,
-    check_tail,
-    check_tuple,
-    check_width,
-)
-from compiled_kv.csr_cpu import entries_of, last_page_lens, pages_of
+from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
+from compiled_kv.csr_cpu import Given, Settings, entries_of, last_page_lens, lengths_of
 from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
-from compiled_kv.rows_cpu import INT32_MAX
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
 Csr = tuple[Tensor, Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices", "kv_last_page_len")
 INPUTS = ("pool", "req_pool_indices", "kv_lens", "kv_start", "token_map", "num_reqs")
-
-
-class Given(NamedTuple):
-    pool: Tensor
-    req_pool_indices: Tensor
-    kv_lens: Tensor
-    kv_start: Tensor | None
-    token_map: Tensor | None
-    num_reqs: Tensor | None
-
-
-class Settings(NamedTuple):
-    page_size: int
-    entry_page_size: int
-    cap: int
 
 
 def _launch(
@@ -84,7 +56,7 @@ def _cpu_body(
     given: Given, settings: Settings, capacity: int, dtype: torch.dtype = torch.int32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three outputs, cleared, and which indices a kept tail leaves to us."""
-    lengths, pages = pages_of(given, settings)
+    lengths, pages = lengths_of(given, settings)
     kv_indptr = torch.nn.functional.pad(pages.cumsum(0).clamp(max=capacity), (1, 0))
     indices, written = entries_of(given, settings, kv_indptr, pages, capacity, dtype)
     return kv_indptr.clamp(max=INT32_MAX).int(), indices, last_page_lens(lengths, settings.page_size), written
@@ -134,24 +106,20 @@ def _fill_kv_indices(
     if runs_kernel(pool):
         _launch(kv_indices, kv_indptr, None, given, settings, clear=False)
         return
-    _, pages = pages_of(given, settings)
+    _, pages = lengths_of(given, settings)
     indices, written = entries_of(given, settings, kv_indptr.long(), pages, kv_indices.shape[0], kv_indices.dtype)
     kv_indices.copy_(torch.where(written, indices, kv_indices))
 
 
 def _check_inputs(given: Given, layout: KVLayout, entry_page_size: int) -> Sizes:
     sizes = Sizes()
-    sizes.check("pool", given.pool, INTS, "R", "C")
-    sizes.check("req_pool_indices", given.req_pool_indices, INTS, "B")
+    check_entry_pool(sizes, given.pool, given.req_pool_indices, entry_page_size, layout)
     sizes.check("kv_lens", given.kv_lens, INTS, "B")
-    check_int("entry_page_size", entry_page_size, 1, UNBOUNDED)
-    check_width("pool", given.pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
     for name, tensor, dim in (("kv_start", given.kv_start, "B"), ("token_map", given.token_map, "N")):
         if tensor is not None:
             sizes.check(name, tensor, INTS, dim)
     if given.num_reqs is not None:
         sizes.check_scalar("num_reqs", given.num_reqs)
-    sizes.named["B+1"] = sizes.named["B"] + 1
     return sizes
 
 
@@ -191,7 +159,7 @@ def csr_tables(
     settings = (layout.page_size, entry_page_size, layout.max_seqlen_k)
     if out is None:
         room = kv_lens.shape[0] * layout.max_num_pages if capacity is None else capacity
-        check_int("capacity", room, 0, UNBOUNDED)
+        check_int("capacity", room, 0, INT32_MAX)
         return torch.ops.compiled_kv.csr_tables(*given, *settings, room)
     if capacity is not None:
         raise ValueError(f"capacity goes with a new result: out has its own, got {capacity}")

@@ -1,8 +1,8 @@
-"""The CPU body of the CSR operators, in torch calls of static shapes."""
+"""The CPU body of the CSR operators, in torch calls of static shapes, and what both bodies are given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +10,37 @@ from torch import Tensor
 from compiled_kv import rows_cpu as cpu
 
 
-def pages_of(given: Any, settings: Any) -> tuple[Tensor, Tensor]:
+class Given(NamedTuple):
+    pool: Tensor
+    req_pool_indices: Tensor
+    kv_lens: Tensor
+    kv_start: Tensor | None
+    token_map: Tensor | None
+    num_reqs: Tensor | None
+
+
+class Settings(NamedTuple):
+    page_size: int
+    entry_page_size: int
+    cap: int
+
+
+def lengths_of(given: Given, settings: Settings) -> tuple[Tensor, Tensor]:
     """Tokens and pages of each row, int64 [B]; none of a row that is padding."""
     rows = given.req_pool_indices.long()
     counted = cpu.iota(rows.shape[0], rows) < cpu.active_rows(given.num_reqs, rows.shape[0])
     live = counted & (rows >= 0) & (rows < given.pool.shape[0])
     lengths = cpu.clamped_length(given.kv_lens, 0, settings.cap).where(live, 0)
-    return lengths, cpu.floor_div(lengths + settings.page_size - 1, settings.page_size)
+    return lengths, cpu.pages_of(lengths, settings.page_size)
+
+
+def slots_at(pool: Tensor, pool_row: Tensor, position: Tensor, mask: Tensor, entry_size: int) -> Tensor:
+    """Slot of each position; the pool has an entry for each `entry_size` of them."""
+    entry = cpu.gather_rows(pool, pool_row, cpu.floor_div(position, entry_size), mask)
+    if entry_size == 1:
+        return entry
+    page = cpu.page_of(entry, 1)
+    return torch.where(page < 0, -1, page * entry_size + position % entry_size)
 
 
 def last_page_lens(lengths: Tensor, page_size: int) -> Tensor:
@@ -31,7 +55,7 @@ def entry_of(slot: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def entries_of(
-    given: Any, settings: Any, kv_indptr: Tensor, pages: Tensor, capacity: int, dtype: torch.dtype = torch.int32
+    given: Given, settings: Settings, kv_indptr: Tensor, pages: Tensor, capacity: int, dtype: torch.dtype = torch.int32
 ) -> tuple[Tensor, Tensor]:
     """`dtype` [capacity], 0 where no row owns an entry, and which entries a row owns."""
     page_size, entry_size, _ = settings
@@ -46,10 +70,7 @@ def entries_of(
         start = given.kv_start.long().clamp(0, given.pool.shape[1] * entry_size)
         position = position + cpu.gather(start, row, in_batch)
     pool_row = cpu.gather(given.req_pool_indices, row, written)
-    slot = cpu.gather_rows(given.pool, pool_row, cpu.floor_div(position, entry_size), written)
-    if entry_size > 1:
-        page = cpu.page_of(slot, 1)
-        slot = torch.where(page < 0, -1, page * entry_size + position % entry_size)
+    slot = slots_at(given.pool, pool_row, position, written, entry_size)
     if given.token_map is not None:
         slot = cpu.gather(given.token_map, slot, slot >= 0)
     return torch.where(written, entry_of(slot, page_size, dtype), 0), written

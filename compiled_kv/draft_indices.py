@@ -13,51 +13,21 @@ publishes this kernel for its draft workers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import (
-    INT32,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_int,
-    check_tail,
-    check_tuple,
-    check_width,
-)
-from compiled_kv.draft_indices_cpu import cpu_body
+from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
+from compiled_kv.draft_indices_cpu import Given, Settings, cpu_body
 from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
 Pair = tuple[Tensor, Tensor]
 FIELDS = ("kv_indptr", "kv_indices")
-
-
-class Given(NamedTuple):
-    pool: Tensor
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    positions: Tensor | None
-    page_map: Tensor | None
-
-
-class Settings(NamedTuple):
-    num_steps: int
-    topk: int
-    page_size: int
-    entry_page_size: int
-    cap: int
-    window: int
-    sinks: int
 
 
 def _launch(out: Pair, given: Given, settings: Settings, clear: bool) -> None:
@@ -147,14 +117,12 @@ def draft_kv_indices(
             names it.
     """
     sizes = Sizes()
-    sizes.check("pool", pool, INTS, "R", "C")
-    sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
+    check_entry_pool(sizes, pool, req_pool_indices, entry_page_size, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
-    for name, number in (("num_steps", num_steps), ("topk", topk), ("entry_page_size", entry_page_size)):
-        check_int(name, number, 1, UNBOUNDED)
+    for name, number in (("num_steps", num_steps), ("topk", topk)):
+        check_int(name, number, 1, INT32_MAX)
     for name, number in (("window", window), ("sinks", sinks)):
-        check_int(name, number, 0, UNBOUNDED)
-    check_width("pool", pool.shape[1] * entry_page_size, layout.max_seqlen_k, "tokens a row")
+        check_int(name, number, 0, INT32_MAX)
     sizes.named["B*topk"] = branches = seq_lens.shape[0] * topk
     if positions is not None:
         sizes.check("positions", positions, INTS, "B*topk")
@@ -165,7 +133,7 @@ def draft_kv_indices(
     settings = (num_steps, topk, layout.page_size, entry_page_size, layout.max_seqlen_k, window, sinks)
     if out is None:
         room = branches * (layout.max_seqlen_k + num_steps) if capacity is None else capacity
-        check_int("capacity", room, 0, UNBOUNDED)
+        check_int("capacity", room, 0, INT32_MAX)
         return torch.ops.compiled_kv.draft_kv_indices(*given, *settings, room)
     if capacity is not None:
         raise ValueError(f"capacity goes with a new result: out has its own, got {capacity}")

@@ -1,21 +1,40 @@
-"""The CPU body of `draft_kv_indices`, in torch calls of static shapes."""
+"""The CPU body of `draft_kv_indices`, in torch calls of static shapes, and what both bodies are given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.csr_cpu import entry_of
+from compiled_kv.csr_cpu import entry_of, slots_at
+from compiled_kv.layout import INT32_MAX
+
+
+class Given(NamedTuple):
+    pool: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    positions: Tensor | None
+    page_map: Tensor | None
+
+
+class Settings(NamedTuple):
+    num_steps: int
+    topk: int
+    page_size: int
+    entry_page_size: int
+    cap: int
+    window: int
+    sinks: int
 
 
 def cpu_body(
-    given: Any, settings: Any, capacity: int, dtype: torch.dtype = torch.int32
+    given: Given, settings: Settings, capacity: int, dtype: torch.dtype = torch.int32
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both outputs, cleared, and which indices a kept tail leaves to us."""
-    num_steps, topk, page_size, _, cap, window, sinks = settings
+    num_steps, topk, page_size, entry_size, cap, window, sinks = settings
     rows = given.req_pool_indices.long()
     live = (rows >= 0) & (rows < given.pool.shape[0])
     lengths = cpu.clamped_length(given.seq_lens, 0, cap).where(live, 0)
@@ -23,7 +42,7 @@ def cpu_body(
     most = window + sinks if window > 0 else cap
     counts, drafts = lengths.clamp(max=most), cpu.iota(num_steps, rows)[:, None] + 1
     shown = counts if given.positions is None else cpu.clamped_length(given.positions, 0, cap).clamp(max=most)
-    kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, cpu.INT32_MAX)), (1, 0))
+    kv_indptr = torch.nn.functional.pad((shown + drafts).cumsum(1).clamp(max=min(capacity, INT32_MAX)), (1, 0))
 
     entry = cpu.iota(capacity, rows) + torch.zeros_like(drafts)  # searchsorted would copy an expanded one
     branch = torch.searchsorted((counts + drafts).cumsum(1).contiguous(), entry, right=True)
@@ -31,20 +50,16 @@ def cpu_body(
     length, kept = cpu.gather(lengths, branch, written), cpu.gather(counts, branch, written)
     column = entry - cpu.gather(counts.cumsum(0) - counts, branch, written) - branch * drafts
     request = cpu.floor_div(branch, topk)
-    pages = cpu.floor_div(length % page_size + num_steps + page_size - 1, page_size)
+    pages = cpu.pages_of(length % page_size + num_steps, page_size)
     position = column + torch.where(column < kept.clamp(max=sinks), 0, length - kept)
     position = position + torch.where(column < kept, 0, (branch - request * topk) * pages * page_size)
-    slot = _slots_at(given, settings, cpu.gather(rows, request, written), position, written)
+    slot = slots_at(given.pool, cpu.gather(rows, request, written), position, written, entry_size)
+    if given.page_map is not None:
+        slot = _physical(slot, given.page_map, written, page_size)
     return kv_indptr.int(), torch.where(written, entry_of(slot, 1, dtype), 0), written
 
 
-def _slots_at(given: Any, settings: Any, pool_row: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-    entry_size, page_size = settings.entry_page_size, settings.page_size
-    slot = cpu.gather_rows(given.pool, pool_row, cpu.floor_div(position, entry_size), mask)
-    if entry_size > 1:
-        page = cpu.page_of(slot, 1)
-        slot = torch.where(page < 0, -1, page * entry_size + position % entry_size)
-    if given.page_map is not None:
-        page = cpu.page_of(cpu.gather(given.page_map, cpu.page_of(slot, page_size), mask), 1)
-        slot = torch.where(page < 0, 0, page * page_size + slot % page_size)
-    return slot
+def _physical(slot: Tensor, page_map: Tensor, mask: Tensor, page_size: int) -> Tensor:
+    """Slot of a virtual slot; the null slot for none, and in a page that is not bound."""
+    page = cpu.page_of(cpu.gather(page_map, cpu.page_of(slot, page_size), mask), 1)
+    return torch.where(page < 0, 0, page * page_size + slot % page_size)

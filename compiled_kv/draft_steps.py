@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, tl
-from compiled_kv.layout import ceil_div
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, ceil_div
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, page_of
 from compiled_kv.sharing import TOKENS
@@ -122,8 +122,8 @@ def _check(positions: Tensor, block_table: Tensor, seq_lens: Tensor, page_size: 
     sizes.check("positions", positions, INTS, "B")
     sizes.check("block_table", block_table, INTS, "B", "W")
     sizes.check("seq_lens", seq_lens, INTS, "B")
-    check_int("page_size", page_size, 1, UNBOUNDED)
-    check_int("max_context_len", cap, 1, UNBOUNDED)
+    check_int("page_size", page_size, 1, INT32_MAX)
+    check_int("max_context_len", cap, 1, INT32_MAX)
     return sizes
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
+from compiled_kv.engine_parts import EngineMetadata, Inputs, Settings
 
 
 def _physical(pages: Tensor, page_map: Tensor, mask: Tensor) -> Tensor:
     return cpu.page_of(cpu.gather(page_map, pages.clamp(min=0), mask), 1).clamp(min=0)
 
 
-def run_on_cpu(out: Any, given: Any, settings: Any) -> None:
+def run_on_cpu(out: EngineMetadata, given: Inputs, settings: Settings) -> None:
     rows = given.req_pool_indices.long()
     live = (rows >= 0) & (rows < given.req_to_token.shape[0])
     lengths = cpu.clamped_length(given.seq_lens, settings.delta, settings.cap).where(live, 0)
@@ -39,7 +38,7 @@ def run_on_cpu(out: Any, given: Any, settings: Any) -> None:
 
 
 def _fill_tables(
-    table: Tensor, swa_table: Tensor | None, given: Any, settings: Any,
+    table: Tensor, swa_table: Tensor | None, given: Inputs, settings: Settings,
     rows: Tensor, live: Tensor, lengths: Tensor,
 ) -> None:  # fmt: skip
     page_size = settings.page_size

@@ -12,8 +12,6 @@ fusion for its trtllm_mha and trtllm_mla back ends.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -22,65 +20,24 @@ from compiled_kv.checks import (
     INT64,
     INTS,
     Sizes,
-    check_distinct,
-    check_distinct_fake,
     check_int,
+    check_least,
     check_pool,
     check_strided_table,
     check_tail,
 )
 from compiled_kv.engine_cpu import run_on_cpu
 from compiled_kv.engine_kernel import write_metadata_kernel
+from compiled_kv.engine_parts import EngineMetadata, Inputs, Settings
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.lengths import check_queries
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, TOKENS, programs_a_row
 
-FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "page_table", "swa_page_table", "swa_slot_mapping")
 
-
-class EngineMetadata(NamedTuple):
-    """Buffers that one call fills; None for what the step does not read. P columns, T tokens.
-
-    Those of a captured batch may hold more rows than the B that a call brings: the first are used.
-    """
-
-    cache_seqlens: Tensor | None = None
-    """int32 [B], tokens attention reads of each row."""
-    cu_seqlens_q: Tensor | None = None
-    """int32 [B + 1], prefix sums of queries."""
-    cu_seqlens_k: Tensor | None = None
-    """int32 [B + 1], prefix sums of the lengths."""
-    page_table: Tensor | None = None
-    """int32 [B, P], page ids; any strides, as long as no two entries share memory."""
-    swa_page_table: Tensor | None = None
-    """int32 [B, P], the same in the sliding-window pool."""
-    swa_slot_mapping: Tensor | None = None
-    """int64 [T], the given slots in the sliding-window pool, 0 behind them."""
-
-
-class _Inputs(NamedTuple):
-    req_to_token: Tensor
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    q_len: Tensor | None
-    slots: Tensor | None
-    full_to_swa: Tensor | None
-    page_map: Tensor | None
-    swa_page_map: Tensor | None
-
-
-class _Settings(NamedTuple):
-    width: int
-    page_size: int
-    cap: int
-    delta: int
-    q_len: int
-    clear: bool
-
-
-def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
+def _launch(out: EngineMetadata, given: Inputs, settings: Settings) -> None:
     pool, batch_size, width = given.req_to_token, given.seq_lens.shape[0], settings.width
     swa_map = given.swa_page_map if given.full_to_swa is None else given.full_to_swa
     launch(
@@ -102,7 +59,7 @@ def _launch(out: EngineMetadata, given: _Inputs, settings: _Settings) -> None:
     )  # fmt: skip
 
 
-@operator("compiled_kv::write_metadata", mutates_args=FIELDS)
+@operator("compiled_kv::write_metadata", mutates_args=EngineMetadata._fields)
 def _write_metadata(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, q_lens: Tensor | None, slots: Tensor | None,
     full_to_swa: Tensor | None, page_map: Tensor | None, swa_page_map: Tensor | None,
@@ -110,11 +67,11 @@ def _write_metadata(
     page_table: Tensor | None, swa_page_table: Tensor | None, swa_slot_mapping: Tensor | None,
     width: int, page_size: int, cap: int, delta: int, q_len: int, clear: bool,
 ) -> None:  # fmt: skip
-    given = _Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
+    given = Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
     out = EngineMetadata(cache_seqlens, cu_seqlens_q, cu_seqlens_k, page_table, swa_page_table, swa_slot_mapping)
     check_distinct_fake(_present(out), given._asdict())
     run = _launch if runs_kernel(req_to_token) else run_on_cpu
-    run(out, given, _Settings(width, page_size, cap, delta, q_len, clear))
+    run(out, given, Settings(width, page_size, cap, delta, q_len, clear))
 
 
 def _present(out: EngineMetadata) -> dict[str, Tensor]:
@@ -154,7 +111,7 @@ def write_metadata(
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
     q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    check_int("seq_len_delta", seq_len_delta, 0, INT32_MAX)
     for name, tensor, dim in (("slots", slots, "n"), ("full_to_swa", full_to_swa, "N"), ("page_map", page_map, "NP"),
                               ("swa_page_map", swa_page_map, "NS")):  # fmt: skip
         if tensor is not None:
@@ -162,7 +119,7 @@ def write_metadata(
     check_tail(tail, out)
     columns = _check_out(sizes, out, layout, width)
     _check_maps(out, full_to_swa, swa_page_map)
-    given = _Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
+    given = Inputs(req_to_token, req_pool_indices, seq_lens, q_lens, slots, full_to_swa, page_map, swa_page_map)
     check_distinct(_present(out), given._asdict())
     torch.ops.compiled_kv.write_metadata(
         *given, *out, columns, layout.page_size, layout.max_seqlen_k, seq_len_delta, fixed_q_len, tail == "clear"
@@ -178,7 +135,7 @@ def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout, width: int |
     for name, entries in (("cache_seqlens", 0), ("cu_seqlens_q", 1), ("cu_seqlens_k", 1)):
         if (tensor := getattr(out, name)) is not None:
             sizes.check_output(f"out.{name}", tensor, INT32, f"entries of {name}")
-            _check_least(f"out.{name}", tensor.shape[0], batch_size + entries, "entries")
+            check_least(f"out.{name}", tensor.shape[0], batch_size + entries, "entries")
     if width is not None:
         check_int("width", width, layout.max_num_pages)
     elif out.page_table is not None and out.page_table.ndim == 2:
@@ -186,16 +143,11 @@ def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout, width: int |
     for name in ("page_table", "swa_page_table"):
         if (tensor := getattr(out, name)) is not None:
             check_strided_table(sizes, f"out.{name}", tensor, f"rows of {name}", f"columns of {name}")
-            _check_least(f"out.{name}", tensor.shape[0], batch_size, "rows")
-            _check_least(f"out.{name}", tensor.shape[1], max(layout.max_num_pages, width or 0), "columns")
+            check_least(f"out.{name}", tensor.shape[0], batch_size, "rows")
+            check_least(f"out.{name}", tensor.shape[1], max(layout.max_num_pages, width or 0), "columns")
     if out.swa_slot_mapping is not None:
         sizes.check_output("out.swa_slot_mapping", out.swa_slot_mapping, INT64, "T")
     return width or 0
-
-
-def _check_least(name: str, size: int, least: int, what: str) -> None:
-    if size < least:
-        raise ValueError(f"{name} must have at least {least} {what}, got {size}")
 
 
 def _check_maps(out: EngineMetadata, full_to_swa: Tensor | None, swa_page_map: Tensor | None) -> None:

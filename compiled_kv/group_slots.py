@@ -18,11 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_kv import layout
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT64, INTS, Sizes, check_int, check_least
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import INT32_MAX, load_at, page_of, row_of_token
 from compiled_kv.sharing import TOKENS
@@ -90,7 +91,7 @@ def _cpu_body(given: Given, tokens: int, cp_size: int, cp_rank: int, cp_interlea
     row = cpu.row_of_token(cu_seqlens_q, token)
     pool_row = cpu.gather(indices, row, row < indices.shape[0])
     position = cpu.gather(positions, token, pool_row >= 0)
-    sizes = block_sizes.long().clamp(max=cpu.INT32_MAX)[:, None]
+    sizes = block_sizes.long().clamp(max=layout.INT32_MAX)[:, None]
     owned = (position >= 0) & (pool_row >= 0) & (pool_row < pool_rows) & (sizes > 0)
     sizes, position = sizes.clamp(min=1), position.clamp(min=0)
     is_sharded = torch.zeros_like(sizes) if sharded is None else sharded[:, None]
@@ -158,14 +159,13 @@ def group_slot_mappings(
     sizes.check("block_tables", block_tables, INTS, "G", "R", "W")
     sizes.check("block_sizes", block_sizes, INTS, "G")
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
-    sizes.named["B+1"] = sizes.named["B"] + 1
     sizes.check("cu_seqlens_q", cu_seqlens_q, INTS, "B+1")
     sizes.check("positions", positions, INTS, "T")
     if sharded is not None:
         sizes.check("sharded", sharded, INTS, "G")
-    check_int("cp_size", cp_size, 1, UNBOUNDED)
+    check_int("cp_size", cp_size, 1, layout.INT32_MAX)
     check_int("cp_rank", cp_rank, 0, cp_size - 1)
-    check_int("cp_interleave", cp_interleave, 1, UNBOUNDED)
+    check_int("cp_interleave", cp_interleave, 1, layout.INT32_MAX)
     given = (block_tables, block_sizes, req_pool_indices, cu_seqlens_q, positions, sharded)
     tokens = positions.shape[0] if num_tokens is None else num_tokens
     if out is None:
@@ -174,8 +174,7 @@ def group_slot_mappings(
     if num_tokens is not None:
         raise ValueError(f"num_tokens goes with a new result: out has its own {out.shape[-1]}, got {num_tokens}")
     sizes.check_output("out", out, INT64, "G", "N")
-    if out.shape[1] < positions.shape[0]:
-        raise ValueError(f"out must have at least the {positions.shape[0]} columns of positions, got {out.shape[1]}")
+    check_least("out", out.shape[1], positions.shape[0], "columns", of="positions")
     check_distinct({"out": out}, dict(zip(INPUTS, given)))
     torch.ops.compiled_kv.group_slot_mappings_out(*given, out, cp_size, cp_rank, cp_interleave)
     return out

@@ -14,18 +14,10 @@ from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.batch_triton import prefix_sums
-from compiled_kv.checks import (
-    INT32,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_int,
-    check_layout,
-    check_tuple,
-)
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_layout, check_tuple
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
-from compiled_kv.layout import KVLayout
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows
 from compiled_kv.sharing import CHUNK, SCAN, WARPS, chunks
@@ -33,7 +25,6 @@ from compiled_kv.status import DEBUG
 
 Seqlens = tuple[Tensor, Tensor, Tensor]
 FIELDS = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-UNBOUNDED = 2**31 - 1
 
 
 @kernel
@@ -152,9 +143,9 @@ def seqlens(
     sizes.check("seq_lens", seq_lens, INTS, "B")
     if layout is not None:
         check_layout(layout)
-    cap = UNBOUNDED if layout is None else layout.max_seqlen_k
+    cap = INT32_MAX if layout is None else layout.max_seqlen_k
     q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("delta", delta, 0, UNBOUNDED)
+    check_int("delta", delta, 0, INT32_MAX)
     check_int("pad_seqlen", pad_seqlen, 0, cap)
     if num_reqs is not None:
         sizes.check_scalar("num_reqs", num_reqs)
@@ -171,12 +162,11 @@ def check_queries(sizes: Sizes, q_len: int | Tensor) -> tuple[Tensor | None, int
     if isinstance(q_len, Tensor):
         sizes.check("q_len", q_len, INTS, "B")
         return q_len, 0
-    check_int("q_len", q_len, 0, UNBOUNDED)
+    check_int("q_len", q_len, 0, INT32_MAX)
     return None, q_len
 
 
 def check_seqlens_output(sizes: Sizes, out: Seqlens) -> None:
     check_tuple("out", out, FIELDS)
-    sizes.named["B+1"] = sizes.named["B"] + 1
     for (name, tensor), dim in zip(_named(out).items(), ("B", "B+1", "B+1")):
         sizes.check_output(name, tensor, INT32, dim)

@@ -28,18 +28,18 @@ from compiled_kv.checks import (
     INT64,
     INTS,
     Sizes,
-    check_distinct,
     check_int,
+    check_map,
     check_pool,
+    check_presence,
     check_table_output,
     check_tail,
 )
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED, check_queries
+from compiled_kv.layout import INT32_MAX, KVLayout
+from compiled_kv.lengths import check_queries
 from compiled_kv.metadata_parts import DecodeMetadata
-from compiled_kv.windows import check_map
+from compiled_kv.overlap import check_distinct
 
-MOST_TOKENS = 2**31 - 1
 INPUTS = (
     "req_to_token",
     "req_pool_indices",
@@ -116,10 +116,9 @@ def check_step(
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("seq_lens", seq_lens, INTS, "B")
     q_lens, fixed_q_len = check_queries(sizes, q_len)
-    check_int("seq_len_delta", seq_len_delta, 0, UNBOUNDED)
+    check_int("seq_len_delta", seq_len_delta, 0, INT32_MAX)
     check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
-    if full_to_swa is not None or page_map is not None:
-        check_map(sizes, full_to_swa, page_map)
+    check_map(sizes, full_to_swa, page_map)
     if num_reqs is not None:
         sizes.check_scalar("num_reqs", num_reqs)
     if status is not None:
@@ -135,13 +134,13 @@ def _token_capacity(
         sizes.check("slots", slots, INTS, "n")
         if num_tokens is None:
             return slots.shape[0]
-        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+        check_int("num_tokens", num_tokens, 0, INT32_MAX)
         if num_tokens < slots.shape[0]:
             raise ValueError(f"num_tokens must be at least the {slots.shape[0]} entries of slots, got {num_tokens}")
         return num_tokens
     if q_lens is not None:
         if num_tokens is not None:
-            check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
+            check_int("num_tokens", num_tokens, 0, INT32_MAX)
         return num_tokens
     if num_tokens is not None:
         raise ValueError(
@@ -155,11 +154,7 @@ def _check_out(sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: boo
         raise TypeError(f"out must be a DecodeMetadata, got {type(out).__name__}")
     present = (True, True, True, True, has_swa, tokens is not None, has_swa and tokens is not None)
     for name, tensor, wanted in zip(DecodeMetadata._fields, out, present):
-        if (tensor is not None) != wanted:
-            raise ValueError(
-                f"out.{name} must be {'a tensor' if wanted else 'None'} for this call, got {_kind(tensor)}"
-            )
-    sizes.named["B+1"] = sizes.named["B"] + 1
+        check_presence(f"out.{name}", tensor, wanted)
     if tokens is not None:
         sizes.named["T"] = tokens
     for name, dim in (("cache_seqlens", "B"), ("cu_seqlens_q", "B+1"), ("cu_seqlens_k", "B+1")):
@@ -170,7 +165,3 @@ def _check_out(sizes: Sizes, out: DecodeMetadata, layout: KVLayout, has_swa: boo
     for name in ("slot_mapping", "swa_slot_mapping"):
         if (mapping := getattr(out, name)) is not None:
             sizes.check_output(f"out.{name}", mapping, INT64, "T")
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else "a tensor"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import check_distinct_fake
 from compiled_kv.launch import launch, runs_kernel, size_of
 from compiled_kv.metadata_cpu import cpu_body
 from compiled_kv.metadata_kernel import decode_metadata_kernel
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
+from compiled_kv.overlap import check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import CHUNK, ROW_TOKENS, SCAN, chunks, reciprocal_of, split_rows
 

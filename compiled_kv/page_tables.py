@@ -19,18 +19,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import (
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_pool,
-    check_table_output,
-    check_tail,
-)
+from compiled_kv.checks import INTS, Sizes, check_least, check_pool, check_table_output, check_tail
 from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import clamped_length, is_within, load_at, pages_of, value_at
 from compiled_kv.sharing import split_rows
@@ -252,8 +245,7 @@ def flashmla_kv_indices(
     operators = torch.ops.compiled_kv.flashmla_kv_indices, torch.ops.compiled_kv.flashmla_kv_indices_out
     if out is not None:
         check_table_output(sizes, "out", out, layout, rows="N")
-        if out.shape[0] < kv_lens.shape[0]:
-            raise ValueError(f"out must have at least the {kv_lens.shape[0]} rows of the batch, got {out.shape[0]}")
+        check_least("out", out.shape[0], kv_lens.shape[0], "rows", of="the batch")
     return _call(*operators, given, layout, out, tail)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_kv.layout import INT32_MAX
 from compiled_kv.status import DEBUG, Status
 
-INT32_MAX = 2**31 - 1
 MAX_QUERIES = 2**32
 
 
@@ -28,6 +28,11 @@ def active_rows(num_reqs: Tensor | None, batch_size: int) -> Tensor | int:
 def clamped_length(seq_lens: Tensor, delta: int, cap: int) -> Tensor:
     # The first clamp keeps an absurd 64-bit length from wrapping round when delta is added.
     return (seq_lens.long().clamp(0, cap) + delta).clamp(max=cap)
+
+
+def pages_of(lengths: Tensor, page_size: int) -> Tensor:
+    """Pages that each length takes."""
+    return floor_div(lengths + page_size - 1, page_size)
 
 
 def length_bits(seq_lens: Tensor, delta: int, cap: int) -> Tensor:
@@ -120,11 +125,18 @@ def pages_of_rows(
     `written` are the columns that a kept tail leaves to us, `owned` those of them that belong to a live row.
     """
     columns = iota(width, rows)
-    written = columns < floor_div(lengths + page_size - 1, page_size)[:, None]
+    written = columns < pages_of(lengths, page_size)[:, None]
     owned = written & live[:, None]
     positions = columns * page_size if start is None else start[:, None] + columns * page_size
     slots = gather_rows(pool, rows[:, None], positions.expand(rows.shape[0], width), owned)
     return slots, torch.where(owned, page_of(slots, page_size), 0), written, owned
+
+
+def first_column(lengths: Tensor, queries: Tensor, window: int | None, page_size: int) -> Tensor:
+    """First column that each row's first query may see."""
+    if window is None:
+        return torch.zeros_like(lengths)
+    return floor_div((lengths - queries - window + 1).clamp(min=0), page_size)
 
 
 def in_window(lengths: Tensor, queries: Tensor, window: int | None, width: int, page_size: int) -> Tensor:
@@ -132,7 +144,7 @@ def in_window(lengths: Tensor, queries: Tensor, window: int | None, width: int, 
     columns = iota(width, lengths).expand(lengths.shape[0], width)
     if window is None:
         return columns >= 0
-    return columns >= floor_div((lengths - queries - window + 1).clamp(min=0), page_size)[:, None]
+    return columns >= first_column(lengths, queries, window, page_size)[:, None]
 
 
 def flag(where: Tensor, bit: Status) -> Tensor:

@@ -6,11 +6,12 @@ on: the variable factor is widened, never the stride, which a compiler may have 
 
 from __future__ import annotations
 
+from compiled_kv import layout
 from compiled_kv.launch import constexpr, device_function, tl
 from compiled_kv.sharing import FRACTION
 from compiled_kv.status import Status
 
-INT32_MAX = constexpr(2**31 - 1)
+INT32_MAX = constexpr(layout.INT32_MAX)
 MAX_QUERIES = constexpr(2**32)  # of one row: past any length and its tokens, and summed without wrapping
 TOO_LONG = constexpr(int(Status.TOO_LONG))
 NEGATIVE_LENGTH = constexpr(int(Status.NEGATIVE_LENGTH))

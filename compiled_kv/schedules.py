@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple
 from compiled_kv.launch import launch, runs_kernel
+from compiled_kv.layout import INT32_MAX
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.schedule_kernel import WARPS, flashmla_schedule_kernel, scratch_size
 from compiled_kv.status import DEBUG, Status
 
 Schedule = tuple[Tensor, Tensor]
+FIELDS = ("tile_scheduler_metadata", "num_splits")
 FORMS = ("current", "legacy_tokens", "legacy_blocks")
 COLUMNS = 8
 MAX_LINE = 2**30  # blocks and overheads of a batch, so that their sums fit int32
@@ -45,7 +48,7 @@ def _launch(
     launch(
         flashmla_schedule_kernel, (1,), kv_lens_ptr=cache_seqlens, num_reqs_ptr=num_reqs,
         len_stride=cache_seqlens.stride(0), batch_size=batch_size, num_sm_parts=metadata.shape[0],
-        reciprocal=cpu.INT32_MAX // metadata.shape[0], overhead=overhead,
+        reciprocal=INT32_MAX // metadata.shape[0], overhead=overhead,
         most=_most_blocks(batch_size, overhead), scratch_ptr=scratch, num_splits_ptr=num_splits,
         tile_scheduler_metadata_ptr=metadata, BLOCK_SIZE=block_size, IN_TOKENS=FORMS[form] == "legacy_tokens",
         LEGACY=FORMS[form] != "current", DEBUG=DEBUG, PARTS=PARTS, num_warps=WARPS,
@@ -71,8 +74,8 @@ def _cpu_body(
 ) -> Schedule:
     batch_size = cache_seqlens.shape[0]
     most, active = _most_blocks(batch_size, overhead), cpu.active_rows(num_reqs, batch_size)
-    lengths = cache_seqlens.long().clamp(0, cpu.INT32_MAX).where(cpu.iota(batch_size, cache_seqlens) < active, 0)
-    wanted = cpu.floor_div(lengths + block_size - 1, block_size)
+    lengths = cache_seqlens.long().clamp(0, INT32_MAX).where(cpu.iota(batch_size, cache_seqlens) < active, 0)
+    wanted = cpu.pages_of(lengths, block_size)
     cpu.report(None, cpu.flag(wanted > most, Status.SUM_OVERFLOW))
     blocks = wanted.clamp(1, most)
     weights = torch.where(cpu.iota(batch_size, cache_seqlens) < active, blocks + overhead, 0)
@@ -130,7 +133,7 @@ def _flashmla_schedule(
     return metadata, num_splits
 
 
-@operator("compiled_kv::flashmla_schedule_out", mutates_args=("tile_scheduler_metadata", "num_splits"))
+@operator("compiled_kv::flashmla_schedule_out", mutates_args=FIELDS)
 def _flashmla_schedule_out(
     cache_seqlens: Tensor, num_reqs: Tensor | None, tile_scheduler_metadata: Tensor, num_splits: Tensor,
     block_size: int, overhead: int, form: int,
@@ -146,7 +149,7 @@ def _flashmla_schedule_out(
 
 
 def _named(out: Schedule) -> dict[str, Tensor]:
-    return dict(zip(("tile_scheduler_metadata", "num_splits"), out))
+    return dict(zip(FIELDS, out))
 
 
 def flashmla_schedule(
@@ -193,9 +196,8 @@ def flashmla_schedule(
 
 
 def _check_out(sizes: Sizes, out: Schedule, num_sm_parts: int) -> None:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"out must be (tile_scheduler_metadata, num_splits), got {type(out).__name__}")
-    sizes.named |= {"S": num_sm_parts, "8": COLUMNS, "B+1": sizes.named["B"] + 1}
+    check_tuple("out", out, FIELDS)
+    sizes.named |= {"S": num_sm_parts, "8": COLUMNS}
     sizes.check_output("tile_scheduler_metadata", out[0], INT32, "S", "8")
     sizes.check_output("num_splits", out[1], INT32, "B+1")
     if not out[0].is_contiguous():

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT64, INTS, Sizes, check_int, check_one_of
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
-from compiled_kv.layout import ceil_div
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, ceil_div
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import active_rows, load_at, page_of, row_of_token
 from compiled_kv.sharing import TOKENS
+
+INPUTS = ("pool", "req_pool_indices", "positions", "cu_seqlens_q", "num_reqs")
 
 
 @kernel
@@ -110,18 +112,12 @@ def _slot_mapping_out(
     out: Tensor,
     page_size: int | None,
 ) -> None:  # fmt: skip
-    inputs = {
-        "pool": pool,
-        "req_pool_indices": req_pool_indices,
-        "positions": positions,
-        "cu_seqlens_q": cu_seqlens_q,
-        "num_reqs": num_reqs,
-    }
-    check_distinct_fake({"out": out}, inputs)
+    inputs = (pool, req_pool_indices, positions, cu_seqlens_q, num_reqs)
+    check_distinct_fake({"out": out}, dict(zip(INPUTS, inputs)))
     if runs_kernel(positions):
-        _launch(out, pool, req_pool_indices, positions, cu_seqlens_q, num_reqs, page_size)
+        _launch(out, *inputs, page_size)
     else:
-        out.copy_(_cpu_body(pool, req_pool_indices, positions, cu_seqlens_q, num_reqs, page_size))
+        out.copy_(_cpu_body(*inputs, page_size))
 
 
 def slot_mapping(
@@ -149,40 +145,28 @@ def slot_mapping(
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device, range or overlap is wrong; the text names it.
     """
-    if (req_to_token is None) == (block_table is None):
-        given = "neither" if block_table is None else "both"
-        raise ValueError(f"exactly one of req_to_token and block_table must be given, got {given}")
+    check_one_of(req_to_token=req_to_token, block_table=block_table)
     if (page_size is None) != (block_table is None):
         raise ValueError(f"page_size goes with block_table, got page_size={page_size}")
-    sizes = Sizes()
-    pool = req_to_token if block_table is None else block_table
+    name, pool, width = "req_to_token", req_to_token, "C"
+    if block_table is not None:
+        name, pool, width = "block_table", block_table, "W"
     assert pool is not None
-    sizes.check(
-        "req_to_token" if block_table is None else "block_table",
-        pool,
-        INTS,
-        "R",
-        "C" if block_table is None else "W",
-    )
-    check_int("page_size", 1 if page_size is None else page_size, 1, UNBOUNDED)
+    sizes = Sizes()
+    sizes.check(name, pool, INTS, "R", width)
+    if page_size is not None:
+        check_int("page_size", page_size, 1, INT32_MAX)
     sizes.check("req_pool_indices", req_pool_indices, INTS, "B")
-    sizes.check("positions", positions, INTS, "B" if cu_seqlens_q is None else "T")
+    token = "B" if cu_seqlens_q is None else "T"
+    sizes.check("positions", positions, INTS, token)
     if cu_seqlens_q is not None:
-        sizes.named["B+1"] = sizes.named["B"] + 1
         sizes.check("cu_seqlens_q", cu_seqlens_q, INTS, "B+1")
     if num_reqs is not None:
         sizes.check_scalar("num_reqs", num_reqs)
     inputs = (pool, req_pool_indices, positions, cu_seqlens_q, num_reqs)
     if out is None:
         return torch.ops.compiled_kv.slot_mapping(*inputs, page_size)
-    sizes.check_output("out", out, INT64, "B" if cu_seqlens_q is None else "T")
-    names = (
-        "req_to_token" if block_table is None else "block_table",
-        "req_pool_indices",
-        "positions",
-        "cu_seqlens_q",
-        "num_reqs",
-    )
-    check_distinct({"out": out}, dict(zip(names, inputs)))
+    sizes.check_output("out", out, INT64, token)
+    check_distinct({"out": out}, dict(zip((name, *INPUTS[1:]), inputs)))
     torch.ops.compiled_kv.slot_mapping_out(*inputs, out, page_size)
     return out

@@ -14,10 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_kv import layout
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_distinct, check_distinct_fake, check_int
+from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_least
 from compiled_kv.launch import dependent_launch, device_function, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import INT32_MAX, load_at, row_of_token
 from compiled_kv.sharing import TOKENS
@@ -72,7 +74,7 @@ def _held_of(held: Tensor, req_pool_indices: Tensor | None, row: Tensor, mask: T
     """Tokens of each request, int64, and which of them the pool knows."""
     pool_row = row if req_pool_indices is None else cpu.gather(req_pool_indices, row, mask)
     live = mask & (pool_row >= 0) & (pool_row < held.shape[0])
-    return cpu.gather(held, pool_row, live).clamp(0, cpu.INT32_MAX), live
+    return cpu.gather(held, pool_row, live).clamp(0, layout.INT32_MAX), live
 
 
 @operator("compiled_kv::place_tokens_in_place", mutates_args=OUTPUTS)
@@ -100,7 +102,7 @@ def _place_tokens_in_place(
     owned = row < batch_size
     length, live = _held_of(held, req_pool_indices, row, owned)
     position = length + token - cpu.gather(cu_seqlens_q, row + 1 if counted else row, live)
-    positions.copy_(torch.where(live, position.clamp(max=cpu.INT32_MAX), positions))
+    positions.copy_(torch.where(live, position.clamp(max=layout.INT32_MAX), positions))
     if batch_indices is not None:
         batch_indices.copy_(torch.where(owned, row, -1))
     if seq_lens is not None:
@@ -108,7 +110,7 @@ def _place_tokens_in_place(
         length, live = _held_of(held, req_pool_indices, row, row < batch_size)
         if not counted:
             fresh = cpu.gather(cu_seqlens_q, row + 1, live) - cpu.gather(cu_seqlens_q, row, live)
-            length = (length + fresh.clamp(min=0)).clamp(max=cpu.INT32_MAX)
+            length = (length + fresh.clamp(min=0)).clamp(max=layout.INT32_MAX)
         seq_lens.copy_(torch.where(live, length, 0))
 
 
@@ -147,8 +149,7 @@ def place_tokens_(
         sizes.check_output("batch_indices", batch_indices, INT32, "T")
     if seq_lens is not None:
         sizes.check_output("seq_lens", seq_lens, INT32, "N")
-        if seq_lens.shape[0] < sizes.named["B"]:
-            raise ValueError(f"seq_lens must have at least {sizes.named['B']} entries, got {seq_lens.shape[0]}")
+        check_least("seq_lens", seq_lens.shape[0], sizes.named["B"], "entries")
     out = (positions, batch_indices, seq_lens)
     given = {"held": held, "cu_seqlens_q": cu_seqlens_q, "req_pool_indices": req_pool_indices}
     check_distinct({name: tensor for name, tensor in zip(OUTPUTS, out) if tensor is not None}, given)

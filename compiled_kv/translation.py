@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_distinct_fake
+from compiled_kv.checks import INT64, INTS, Sizes
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, tl
 from compiled_kv.layout import ceil_div
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import load_at, through_map
 from compiled_kv.sharing import TOKENS

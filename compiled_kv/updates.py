@@ -21,19 +21,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import (
-    INT32,
-    INT64,
-    INTS,
-    Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_width,
-)
+from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_least, check_presence, check_width
 from compiled_kv.launch import launch, runs_kernel
 from compiled_kv.layout import KVLayout, ceil_div
 from compiled_kv.metadata import check_step
 from compiled_kv.metadata_parts import DecodeMetadata, Inputs, Settings, kernel_arguments
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.sharing import chunks, is_reciprocal_exact, programs_a_row, reciprocal_of
 from compiled_kv.update_kernel import update_metadata_kernel
@@ -170,27 +163,20 @@ def _check_room(
         raise ValueError(f"held must be made by new_held, which makes fewer parts, got {list(held.shape)}")
     batch_size = sizes.named["B"]
     rows = {"cache_seqlens": batch_size, "cu_seqlens_q": batch_size + 1, "cu_seqlens_k": batch_size + 1}
-    _check_least("held", held, batch_size, "rows")
+    check_least("held", held.shape[0], batch_size, "rows for this batch")
     for name, least in rows.items():
         tensor = getattr(out, name)
         sizes.check_output(f"out.{name}", tensor, INT32, f"{name} entries")
-        _check_least(f"out.{name}", tensor, least, "entries")
+        check_least(f"out.{name}", tensor.shape[0], least, "entries for this batch")
     present = {"page_table": True, "swa_page_table": has_swa}
     present |= {"slot_mapping": tokens is not None, "swa_slot_mapping": has_swa and tokens is not None}
     for name, wanted in present.items():
         tensor = getattr(out, name)
-        if (tensor is not None) != wanted:
-            came = "None" if tensor is None else "a tensor"
-            raise ValueError(f"out.{name} must be {'a tensor' if wanted else 'None'} for this call, got {came}")
+        check_presence(f"out.{name}", tensor, wanted)
         if tensor is not None and name.endswith("table"):
             sizes.check_output(f"out.{name}", tensor, INT32, f"{name} rows", "P")
-            _check_least(f"out.{name}", tensor, batch_size, "rows")
+            check_least(f"out.{name}", tensor.shape[0], batch_size, "rows for this batch")
             check_width(f"out.{name}", tensor.shape[1], layout.max_num_pages, "columns")
         elif tensor is not None:
             sizes.check_output(f"out.{name}", tensor, INT64, f"{name} tokens")
-            _check_least(f"out.{name}", tensor, tokens or 0, "entries")
-
-
-def _check_least(name: str, tensor: Tensor, least: int, what: str) -> None:
-    if tensor.shape[0] < least:
-        raise ValueError(f"{name} must have at least {least} {what} for this batch, got {tensor.shape[0]}")
+            check_least(f"out.{name}", tensor.shape[0], tokens or 0, "entries for this batch")

@@ -71,14 +71,11 @@ def _cpu_record(
     page_size, cap, _, _, _, window = settings
 
     def columns(tokens: Tensor) -> Tensor:
-        return cpu.floor_div(tokens + page_size - 1, page_size).clamp(max=width)
+        return cpu.pages_of(tokens, page_size).clamp(max=width)
 
     live_columns = columns(lengths).where(live, 0)
     committed = torch.minimum(cpu.clamped_length(given.seq_lens, 0, cap), (lengths - queries).clamp(min=0))
     settled = torch.minimum(columns(committed), live_columns)
-    first = torch.zeros_like(lengths)
-    if window is not None:
-        first = cpu.floor_div((lengths - queries - window + 1).clamp(min=0), page_size)
-    first = torch.minimum(first, live_columns)
+    first = torch.minimum(cpu.first_column(lengths, queries, window, page_size), live_columns)
     owner, generation = rows.where(live, -1), generations.long().where(live, 0)
     return torch.stack([owner, generation, settled, live_columns, first], 1)

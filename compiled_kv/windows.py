@@ -17,9 +17,8 @@ from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import (
     INTS,
     Sizes,
-    check_distinct,
-    check_distinct_fake,
-    check_one_map,
+    check_map,
+    check_one_of,
     check_pool,
     check_table_output,
     check_tail,
@@ -29,6 +28,7 @@ from compiled_kv.columns_triton import clear_row, fill_row
 from compiled_kv.launch import dependent_launch, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import KVLayout
 from compiled_kv.lengths import check_queries
+from compiled_kv.overlap import check_distinct, check_distinct_fake
 from compiled_kv.registration import operator
 from compiled_kv.rows_triton import (
     clamped_length,
@@ -187,7 +187,7 @@ def swa_page_table(
     sizes = Sizes()
     check_pool(sizes, req_to_token, req_pool_indices, layout)
     sizes.check("cache_seqlens", cache_seqlens, INTS, "B")
-    check_one_map(full_to_swa, page_map)
+    check_one_of(full_to_swa=full_to_swa, page_map=page_map)
     check_map(sizes, full_to_swa, page_map)
     q_lens, fixed_q_len = check_queries(sizes, q_len)
     check_tail(tail, out)
@@ -205,12 +205,3 @@ def swa_page_table(
         *inputs, *out, layout.page_size, layout.max_seqlen_k, fixed_q_len, layout.window, tail == "clear"
     )
     return out
-
-
-def check_map(sizes: Sizes, full_to_swa: Tensor | None, page_map: Tensor | None) -> None:
-    if full_to_swa is not None and page_map is not None:
-        raise ValueError("at most one of full_to_swa and page_map may be given, got both")
-    if full_to_swa is not None:
-        sizes.check("full_to_swa", full_to_swa, INTS, "N")
-    if page_map is not None:
-        sizes.check("page_map", page_map, INTS, "NP")

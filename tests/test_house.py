@@ -17,7 +17,7 @@ from tests.conftest import INTERPRETED
 PACKAGE = Path(__file__).parent.parent / "compiled_kv"
 
 # From the ground up; each may import those before it. All build on the base, the pieces of bodies are for operators.
-BASE = ("layout", "status", "checks", "launch")
+BASE = ("layout", "status", "checks", "overlap", "launch")
 GROUND = (*BASE, "sharing", "rows_cpu", "rows_triton", "columns_triton")
 TOOLS = {"auditor", "codegen", "goldens", "products", "tracing"}
 # Replay drives the persistent buffers, whatever step reads them.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_kv import KVLayout
 from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.engine_metadata import EngineMetadata
+from compiled_kv.engine_parts import EngineMetadata
 from tests.harness import POISON, around, poisoned
 from tests.peer_calls import CALLS
 
@@ -118,6 +118,9 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "slots-narrower-than-positions": ("group_slot_mappings", {"out": out(2, 5, dtype=i64)}, ValueError, "out must have at least the 6 columns of positions, got 5"),
     "slots-of-int32": ("group_slot_mappings", {"out": out(2, 7)}, TypeError, "out must be int64, got int32"),
     "tokens-beside-out": ("group_slot_mappings", {"num_tokens": 9}, ValueError, "num_tokens goes with a new result: out has its own 7, got 9"),
+    "a-page-size-for-a-layout": ("csr_tables", {"layout": 4}, TypeError, "layout must be a KVLayout, got int"),
+    "fill-by-a-page-size": ("fill_kv_indices", {"layout": 4}, TypeError, "layout must be a KVLayout, got int"),
+    "drafts-by-a-page-size": ("draft_kv_indices", {"layout": 4}, TypeError, "layout must be a KVLayout, got int"),
     "narrow-pool": ("csr_tables", {"pool": ints(2, 23)}, ValueError, "pool must have at least 24 tokens a row for this layout, got 23"),
     "no-entry-size": ("csr_tables", {"entry_page_size": 0}, ValueError, "entry_page_size must be at least 1, got 0"),
     "starts-too-many": ("csr_tables", {"kv_start": ints(4)}, ValueError, "kv_start must be [B] with B=3, got [4]"),
@@ -126,6 +129,8 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "negative-capacity": ("csr_tables", {"out": None, "capacity": -1}, ValueError, "capacity must be at least 0, got -1"),
     "indptr-too-short": ("fill_kv_indices", {"kv_indptr": ints(3)}, ValueError, "kv_indptr must be [B+1] with B+1=4, got [3]"),
     "indices-apart": ("fill_kv_indices", {"kv_indices": out(36)[::2]}, ValueError, "kv_indices must have unit column stride, got strides [2]"),
+    "narrow-pool-of-drafts": ("draft_kv_indices", {"pool": ints(2, 23)}, ValueError, "pool must have at least 24 tokens a row for this layout, got 23"),
+    "no-entry-size-of-drafts": ("draft_kv_indices", {"entry_page_size": 0}, ValueError, "entry_page_size must be at least 1, got 0"),
     "no-steps": ("draft_kv_indices", {"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
     "positions-of-other-branches": ("draft_kv_indices", {"positions": ints(5)}, ValueError, "positions must be [B*topk] with B*topk=6, got [5]"),
     "too-few-steps": ("draft_kv_indices", {"num_steps": 3}, ValueError, "kv_indptr must be at least [3, 7], got [2, 7]"),

@@ -13,7 +13,8 @@ from compiled_kv.block_tables import gather_block_tables
 from compiled_kv.csr import csr_tables
 from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.draft_steps import advance_draft
-from compiled_kv.engine_metadata import EngineMetadata, write_metadata
+from compiled_kv.engine_metadata import write_metadata
+from compiled_kv.engine_parts import EngineMetadata
 from compiled_kv.group_slots import group_slot_mappings
 from tests.cases import needs_cuda
 

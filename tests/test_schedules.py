@@ -225,6 +225,9 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "two-num-reqs": (ValueError, "num_reqs must be 0-d or [1], got [2]", {"num_reqs": torch.tensor([1, 2])}),
     "out-not-a-pair": (TypeError, "out must be (tile_scheduler_metadata, num_splits), got Tensor", {"out": SPLITS}),
+    "out-of-three": (
+        ValueError, "out must be (tile_scheduler_metadata, num_splits), got 3 entries", {"out": (SPLITS,) * 3}
+    ),
     "parts-too-few": (
         ValueError, "tile_scheduler_metadata must be [S, 8] with S=2, 8=8, got [3, 8]",
         {"out": (torch.empty(3, 8, dtype=torch.int32), SPLITS)},

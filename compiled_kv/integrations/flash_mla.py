@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_kv.checks import INT32, INTS, Sizes, check_int
 from compiled_kv.layout import ceil_div
 from compiled_kv.metadata_parts import DecodeMetadata
-from compiled_kv.rows_cpu import floor_div
+from compiled_kv.rows_cpu import pages_of
 from compiled_kv.schedules import COLUMNS, flashmla_schedule
 
 BLOCK_SIZE = 64
@@ -77,7 +77,7 @@ def sparse_lengths(
     found = _counted(sizes, "indices", indices, "topk_length", topk_length).clamp(min=1)
     if extra_indices is not None:
         more = _counted(sizes, "extra_indices", extra_indices, "extra_topk_length", extra_topk_length).clamp(min=0)
-        found = floor_div(found + BLOCK_SIZE - 1, BLOCK_SIZE) * BLOCK_SIZE + more
+        found = pages_of(found, BLOCK_SIZE) * BLOCK_SIZE + more
     elif extra_topk_length is not None:
         raise ValueError("extra_topk_length goes with extra_indices, got it alone")
     return found.int()
@@ -171,6 +171,6 @@ def _check_schedule(name: str, schedule: Tensor, num_splits: Tensor, batch_size:
     sizes = Sizes()
     sizes.named["columns"] = COLUMNS
     if batch_size is not None:
-        sizes.named["B+1"] = batch_size + 1
+        sizes.named["B"] = batch_size
     sizes.check(name, schedule, INT32, "num_sm_parts", "columns")
     sizes.check("num_splits", num_splits, INT32, "B+1")

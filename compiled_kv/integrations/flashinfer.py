@@ -18,8 +18,7 @@ from torch import Tensor
 from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple, check_width
 from compiled_kv.csr import FIELDS, Csr, csr_tables
 from compiled_kv.integrations.layouts import worded
-from compiled_kv.layout import KVLayout
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.metadata_parts import DecodeMetadata
 from compiled_kv.token_positions import place_tokens_
 
@@ -69,7 +68,7 @@ def mla_plan_arguments(metadata: DecodeMetadata, tables: Csr, *, layout: KVLayou
     """
     _check_tables("tables", tables)
     sizes = Sizes()
-    sizes.named["B+1"] = metadata.cache_seqlens.shape[0] + 1
+    sizes.named["B"] = metadata.cache_seqlens.shape[0]
     sizes.check("kv_indptr", tables[0], INT32, "B+1")
     return {
         "qo_indptr": metadata.cu_seqlens_q,
@@ -100,7 +99,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
         TypeError, ValueError: an argument's type, dtype, shape, device or range is wrong; the text names it.
     """
     _check_rows("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
-    check_int("page_size", page_size, 1, UNBOUNDED)
+    check_int("page_size", page_size, 1, INT32_MAX)
     return torch.clamp(kv_indptr.diff() - 1, min=0) * page_size + kv_last_page_len
 
 
@@ -124,7 +123,7 @@ def get_batch_indices_positions(
         TypeError, ValueError: an argument's type, dtype, shape, device, range or overlap is wrong; the text names it.
     """
     sizes = _check_rows("append_indptr", append_indptr, "seq_lens", seq_lens)
-    check_int("nnz", nnz, 0, UNBOUNDED)
+    check_int("nnz", nnz, 0, INT32_MAX)
     sizes.named["nnz"] = nnz
     for name, given in {"batch_indices": batch_indices, "positions": positions}.items():
         if given is not None:
@@ -139,7 +138,6 @@ def _check_rows(name: str, indptr: Tensor, lengths_name: str, lengths: Tensor) -
     """Sizes of a batch, of which `indptr` is [B + 1] and `lengths` [B]."""
     sizes = Sizes()
     sizes.check(lengths_name, lengths, INTS, "B")
-    sizes.named["B+1"] = sizes.named["B"] + 1
     sizes.check(name, indptr, INTS, "B+1")
     return sizes
 

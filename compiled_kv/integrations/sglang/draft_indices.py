@@ -7,7 +7,7 @@ from torch import Tensor
 from compiled_kv.checks import INT32, check_int, check_tuple
 from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.integrations.layouts import Subscripted, check_stride, first, first_rows, layout_of, worded
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX
 
 
 @worded(pool="req_to_token", seq_lens="paged_kernel_lens", page_map="v2p", window="window_size", sinks="sink_size")
@@ -41,11 +41,11 @@ def _generate(
     check_stride("kv_indptr_stride", kv_indptr_stride, kv_indptr, "kv_indptr", INT32)
     check_tuple("grid", grid, ("steps", "bs", "topk"))
     check_int("NUM_STEPS", NUM_STEPS, 0)
-    check_int("ENTRY_PAGE_SIZE", ENTRY_PAGE_SIZE, 1, UNBOUNDED)
+    check_int("ENTRY_PAGE_SIZE", ENTRY_PAGE_SIZE, 1, INT32_MAX)
     steps, bs, topk = NUM_STEPS or grid[0], grid[1], grid[2]
     rows = first_rows("grid[1]", bs, "req_pool_indices", req_pool_indices)
-    check_int("grid[0]", steps, 1, UNBOUNDED)
-    check_int("grid[2]", topk, 1, UNBOUNDED)
+    check_int("grid[0]", steps, 1, INT32_MAX)
+    check_int("grid[2]", topk, 1, INT32_MAX)
     draft_kv_indices(
         req_to_token, rows, first("paged_kernel_lens", paged_kernel_lens, bs), num_steps=steps, topk=topk,
         layout=layout_of(page_size, req_to_token.shape[1] * ENTRY_PAGE_SIZE),

@@ -9,9 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_int
-from compiled_kv.engine_metadata import EngineMetadata, write_metadata
+from compiled_kv.engine_metadata import write_metadata
+from compiled_kv.engine_parts import EngineMetadata
 from compiled_kv.integrations.layouts import first, first_rows, layout_of, width_of, worded
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX
 
 Q_NONE, Q_CUMSUM, Q_STRIDED = range(3)
 
@@ -50,7 +51,7 @@ def update_trtllm_mha_graph_metadata(
             raise ValueError("qlens must be given where q_mode is 1, got None")
         queries = first("qlens", qlens, bs)
     elif q_mode == Q_STRIDED:
-        check_int("q_stride", q_stride, 0, UNBOUNDED)
+        check_int("q_stride", q_stride, 0, INT32_MAX)
         queries = q_stride
     if not skip_page_table:
         _check_map("swa_mapping", swa_mapping, swa_page_table, bs)

@@ -7,8 +7,7 @@ from torch import Tensor
 from compiled_kv.checks import check_int
 from compiled_kv.csr import fill_kv_indices
 from compiled_kv.integrations.layouts import Subscripted, check_stride, first, first_rows, layout_of, worded
-from compiled_kv.layout import ceil_div
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX, ceil_div
 
 TOKENS_A_BLOCK, MOST_PROGRAMS = 8192, 512
 
@@ -41,7 +40,7 @@ def _create_flashinfer_kv_indices(
         token_mapping: int [N], slots to slots, looked up last; a negative slot stays -1.
     """
     check_stride("req_to_token_ptr_stride", req_to_token_ptr_stride, req_to_token_ptr, "req_to_token_ptr")
-    check_int("ENTRY_PAGE_SIZE", ENTRY_PAGE_SIZE, 1, UNBOUNDED)
+    check_int("ENTRY_PAGE_SIZE", ENTRY_PAGE_SIZE, 1, INT32_MAX)
     bs = grid[0]
     fill_kv_indices(
         req_to_token_ptr, first_rows("grid[0]", bs, "req_pool_indices_ptr", req_pool_indices_ptr),

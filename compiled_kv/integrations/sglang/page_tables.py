@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.checks import INT32, check_int
-from compiled_kv.engine_metadata import EngineMetadata, write_metadata
+from compiled_kv.engine_metadata import write_metadata
+from compiled_kv.engine_parts import EngineMetadata
 from compiled_kv.integrations.layouts import (
     Subscripted,
     check_stride,

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import compiled_kv as ckv
 
+from ...checks import check_layout
 from ...models.state import FULL, SLIDING
 from .attention import NAME
 
@@ -24,8 +25,7 @@ def check_model(model: Any, layout: ckv.KVLayout) -> list[str]:
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    if not isinstance(layout, ckv.KVLayout):
-        raise TypeError(f"layout must be a KVLayout, got {type(layout).__name__}")
+    check_layout(layout)
     if model.config.is_encoder_decoder:
         raise ValueError(f"model must be decoder-only, got the encoder-decoder {type(model).__name__}")
     config = model.config.get_text_config(decoder=True)

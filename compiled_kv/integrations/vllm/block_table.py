@@ -17,7 +17,7 @@ from compiled_kv.integrations.vllm.block_tables import (
     kernel_blocks,
     kernel_ids,
 )
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX
 
 
 class BlockTable(torch.nn.Module):
@@ -54,13 +54,13 @@ class BlockTable(torch.nn.Module):
         cp_kv_cache_interleave_size: int = 1, *, cp_size: int = 1, cp_rank: int = 0, slot_mapping_enabled: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_int("block_size", block_size, 1, UNBOUNDED)
+        check_int("block_size", block_size, 1, INT32_MAX)
         for name, count in (("max_num_reqs", max_num_reqs), ("max_num_blocks_per_req", max_num_blocks_per_req),
                             ("max_num_batched_tokens", max_num_batched_tokens)):  # fmt: skip
             check_int(name, count, 0)
         size = block_size if kernel_block_size is None else kernel_block_size
         self.blocks_per_kv_block = kernel_blocks(block_size, size, "kernel_block_size")
-        check_int("cp_size", cp_size, 1, UNBOUNDED)
+        check_int("cp_size", cp_size, 1, INT32_MAX)
         check_int("cp_rank", cp_rank, 0, cp_size - 1)
         check_interleave("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, cp_size, [size])
         self.cp_size, self.cp_rank, self.cp_interleave = cp_size, cp_rank, cp_kv_cache_interleave_size

@@ -15,7 +15,6 @@ from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int
 from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.integrations.layouts import worded
 from compiled_kv.layout import INT32_MAX, ceil_div
-from compiled_kv.lengths import UNBOUNDED
 
 PAD_SLOT_ID = PADDING_SLOT_ID = -1
 NULL_BLOCK_ID = 0
@@ -119,7 +118,7 @@ class BlockTables(torch.nn.Module):
         for name, values in (("block_sizes", block_sizes), ("max_num_blocks_per_group", max_num_blocks_per_group),
                              ("sliding_window_reach", sliding_window_reach or ())):  # fmt: skip
             for i, value in enumerate(values):
-                check_int(f"{name}[{i}]", value, int(name == "block_sizes"), UNBOUNDED)
+                check_int(f"{name}[{i}]", value, int(name == "block_sizes"), INT32_MAX)
         sizes = list(kernel_block_sizes or block_sizes)
         self.blocks_per_kv_block = [
             kernel_blocks(size, kernel) for size, kernel in zip(block_sizes, sizes, strict=True)
@@ -138,7 +137,7 @@ class BlockTables(torch.nn.Module):
         keep("block_sizes", ints(sizes))
         keep("slot_block_sizes", ints([size if on else 0 for size, on in zip(sizes, enabled, strict=True)]))
         dealt = [True] * groups if dcp_sharded is None else dcp_sharded
-        check_int("cp_size", cp_size, 1, UNBOUNDED)
+        check_int("cp_size", cp_size, 1, INT32_MAX)
         check_int("cp_rank", cp_rank, 0, cp_size - 1)
         dealt_sizes = [size for size, *on in zip(sizes, dealt, enabled, strict=True) if all(on)]
         check_interleave("cp_interleave", cp_interleave, cp_size, dealt_sizes)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT64, INTS, Sizes, check_distinct, check_int
+from compiled_kv.checks import INT64, INTS, Sizes, check_int
 from compiled_kv.integrations.vllm.block_tables import NULL_BLOCK_ID, PAD_SLOT_ID
 from compiled_kv.integrations.vllm.positions import first_bounds
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX
+from compiled_kv.overlap import check_distinct
 from compiled_kv.rows_cpu import floor_div, gather, gather_rows, iota, page_of
 
 
@@ -47,7 +48,7 @@ def compute_kpool_tail_slot_mapping(
     sizes.check("positions", positions, INTS, "n")
     for tensor in (slot_mapping, positions):
         check_int("num_actual_tokens", num_actual_tokens, 0, tensor.shape[0])
-    check_int("kpool", kpool, 1, UNBOUNDED)
+    check_int("kpool", kpool, 1, INT32_MAX)
     if out is not None:
         sizes.check_output("out", out, INT64, "T")
         inputs = {"block_table": block_table, "query_start_loc": bounds, "positions": positions}
@@ -94,7 +95,7 @@ def get_compressed_slot_mapping(
     check_int("num_tokens", num_tokens, 0, slot_mapping.shape[0])
     least = {"block_size": block_size, "compress_ratio": compress_ratio, "dcp_world_size": dcp_world_size}
     for name, value in {**least, "cp_interleave": cp_interleave}.items():
-        check_int(name, value, 1, UNBOUNDED)
+        check_int(name, value, 1, INT32_MAX)
     token = iota(num_tokens, slot_mapping)
     request = _request_of(bounds, token)
     owned = request < seq_lens.shape[0]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INTS, Sizes, check_int
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX
 
 
 def get_dcp_local_seq_lens(
@@ -28,8 +28,8 @@ def get_dcp_local_seq_lens(
     sizes = Sizes()
     dims = seq_lens.ndim if isinstance(seq_lens, Tensor) else 0
     sizes.check("seq_lens", seq_lens, INTS, *(f"D{dim}" for dim in range(dims)))
-    check_int("dcp_size", dcp_size, 1, UNBOUNDED)
-    check_int("interleave", interleave, 1, UNBOUNDED)
+    check_int("dcp_size", dcp_size, 1, INT32_MAX)
+    check_int("interleave", interleave, 1, INT32_MAX)
     lengths = seq_lens.long()  # the products below may pass int32
     rank: int | Tensor
     if dcp_rank is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import INT64, Sizes, check_distinct
+from compiled_kv.checks import INT64, Sizes
 from compiled_kv.draft_steps import advance_draft_, check_in_place
 from compiled_kv.integrations.layouts import worded
+from compiled_kv.overlap import check_distinct
 
 
 @worded(

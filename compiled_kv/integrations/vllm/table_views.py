@@ -11,7 +11,7 @@ from compiled_kv.checks import INTS, Sizes, check_int
 from compiled_kv.csr import fill_kv_indices
 from compiled_kv.integrations.layouts import layout_of, worded
 from compiled_kv.integrations.vllm.block_tables import NULL_BLOCK_ID
-from compiled_kv.lengths import UNBOUNDED
+from compiled_kv.layout import INT32_MAX
 from compiled_kv.rows_cpu import floor_div, gather_rows, iota
 
 
@@ -48,8 +48,8 @@ def mamba_get_block_table_tensor(
     sizes = Sizes()
     sizes.check("block_table", block_table, INTS, "B", "W")
     sizes.check("seq_lens", seq_lens, INTS, "B")
-    check_int("kv_cache_spec.block_size", kv_cache_spec.block_size, 1, UNBOUNDED)
-    check_int("kv_cache_spec.num_speculative_blocks", kv_cache_spec.num_speculative_blocks, 0, UNBOUNDED)
+    check_int("kv_cache_spec.block_size", kv_cache_spec.block_size, 1, INT32_MAX)
+    check_int("kv_cache_spec.num_speculative_blocks", kv_cache_spec.num_speculative_blocks, 0, INT32_MAX)
     first = floor_div((seq_lens.long() - 1).clamp(min=0), kv_cache_spec.block_size)
     column = first[:, None] + iota(1 + kv_cache_spec.num_speculative_blocks, seq_lens)
     inside = column < block_table.shape[1]
@@ -79,9 +79,8 @@ def expand_page_indices(block_table: Tensor, cu_num_tokens: Tensor, out: Tensor,
     """
     sizes = Sizes()
     sizes.check("block_table", block_table, INTS, "B", "W")
-    sizes.named["B+1"] = sizes.named["B"] + 1
     sizes.check("cu_num_tokens", cu_num_tokens, INTS, "B+1")
-    check_int("page_size", page_size, 1, UNBOUNDED)
+    check_int("page_size", page_size, 1, INT32_MAX)
     return fill_kv_indices(
         block_table, iota(block_table.shape[0], block_table), cu_num_tokens.diff(), cu_num_tokens, out,
         layout=layout_of(1, block_table.shape[1] * page_size), entry_page_size=page_size,
