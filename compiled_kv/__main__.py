@@ -7,7 +7,7 @@ import sys
 
 def command_line() -> None:
     try:
-        from .cli import main
+        from compiled_kv.cli import main
     except ModuleNotFoundError as error:
         print(f"the command line needs {error.name}: pip install 'compiled_kv[cli]'", file=sys.stderr)
         sys.exit(2)

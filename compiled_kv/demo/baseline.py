@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .requests import Request
+from compiled_kv.demo.requests import Request
 
 
 def without_tf32() -> None:

@@ -12,13 +12,12 @@ import torch
 from rich.console import Console
 
 from compiled_kv.cli import Misused, missing
+from compiled_kv.demo.progress import follow
+from compiled_kv.demo.report import show
+from compiled_kv.demo.serving import serve
+from compiled_kv.demo.workload import make_requests, plan
+from compiled_kv.models import NAMES, architecture
 from compiled_kv.request_traces import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
-
-from ..models import NAMES, architecture
-from .progress import follow
-from .report import show
-from .serving import serve
-from .workload import make_requests, plan
 
 
 def option(*names: str, text: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
-
-from ..models.state import SLIDING, by_row
-from ..models.step import PagedCausalLM
-from .evidence import Compiled, ServedStep
-from .requests import Running
+from compiled_kv.demo.evidence import Compiled, ServedStep
+from compiled_kv.demo.requests import Running
+from compiled_kv.models.state import SLIDING, by_row
+from compiled_kv.models.step import PagedCausalLM
 
 Run = Callable[[DecodeBuffers, int], Tensor]
 

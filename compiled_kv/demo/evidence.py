@@ -18,9 +18,8 @@ from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.steps import LIMIT
-
-from ..tracing import counts
-from ..tracing.reads import host_reads
+from compiled_kv.tracing import counts
+from compiled_kv.tracing.reads import host_reads
 
 
 class Compiled:

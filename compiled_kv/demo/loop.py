@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..models.allocator import Allocator
-from .decoding import Decoder
-from .requests import Request, Running
+from compiled_kv.demo.decoding import Decoder
+from compiled_kv.demo.requests import Request, Running
+from compiled_kv.models.allocator import Allocator
 
 
 class Loop:

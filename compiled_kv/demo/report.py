@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .serving import Result
+from compiled_kv.demo.serving import Result
 
 LINES: dict[str, Callable[[Result], object]] = {
     "requests": lambda result: len(result.served),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..models.allocator import Holding
+from compiled_kv.models.allocator import Holding
 
 
 class Request(NamedTuple):

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
-from ..models import architecture
-from ..models.allocator import Allocator
-from ..models.step import PagedCausalLM
-from .baseline import generate, without_tf32
-from .decoding import PlainDecoder
-from .evidence import Compiled, ServedStep, graph_breaks
-from .loop import Loop
-from .speculative import SpeculativeDecoder
-from .workload import Workload
+from compiled_kv.demo.baseline import generate, without_tf32
+from compiled_kv.demo.decoding import PlainDecoder
+from compiled_kv.demo.evidence import Compiled, ServedStep, graph_breaks
+from compiled_kv.demo.loop import Loop
+from compiled_kv.demo.speculative import SpeculativeDecoder
+from compiled_kv.demo.workload import Workload
+from compiled_kv.models import architecture
+from compiled_kv.models.allocator import Allocator
+from compiled_kv.models.step import PagedCausalLM
 
 Progress = Callable[[str, int], None]
 

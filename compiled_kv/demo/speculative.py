@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from compiled_kv.buffers import DecodeBuffers
-
-from ..models.step import PagedCausalLM
-from .decoding import batch_of, buckets, buffers_for, extend_batch, extension
-from .evidence import Compiled, ServedStep
-from .requests import Running
+from compiled_kv.demo.decoding import batch_of, buckets, buffers_for, extend_batch, extension
+from compiled_kv.demo.evidence import Compiled, ServedStep
+from compiled_kv.demo.requests import Running
+from compiled_kv.models.step import PagedCausalLM
 
 
 def draft_step(draft: PagedCausalLM) -> Callable[..., Tensor]:

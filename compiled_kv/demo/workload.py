@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_kv.demo.requests import Request
+from compiled_kv.layout import KVLayout, ceil_div
+from compiled_kv.models.state import SLIDING
+from compiled_kv.models.step import Architecture, PagedCausalLM, layer_types
 from compiled_kv.request_traces import Lengths
-
-from ..layout import KVLayout, ceil_div
-from ..models.state import SLIDING
-from ..models.step import Architecture, PagedCausalLM, layer_types
-from .requests import Request
 
 
 @dataclass(frozen=True)

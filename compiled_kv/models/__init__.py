@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .step import Architecture
+    from compiled_kv.models.step import Architecture
 
 NAMES = ("llama", "qwen3", "gemma3", "deepseek_v3")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..layout import ceil_div
-from ..page_pool import PagePool
-from .state import SLIDING, PagedState
+from compiled_kv.layout import ceil_div
+from compiled_kv.models.state import SLIDING, PagedState
+from compiled_kv.page_pool import PagePool
 
 
 @dataclass

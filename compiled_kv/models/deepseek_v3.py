@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 
-from .pools import PagedPool, attention
-from .step import SMALL, Architecture, PagedCausalLM, View
+from compiled_kv.models.pools import PagedPool, attention
+from compiled_kv.models.step import SMALL, Architecture, PagedCausalLM, View
 
 
 class PagedDeepseekV3(PagedCausalLM):

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from .pools import PagedPool
-from .qwen3 import PagedQwen3
-from .state import FULL, SLIDING
-from .step import SMALL, Architecture, View
+from compiled_kv.models.pools import PagedPool
+from compiled_kv.models.qwen3 import PagedQwen3
+from compiled_kv.models.state import FULL, SLIDING
+from compiled_kv.models.step import SMALL, Architecture, View
 
 
 class PagedGemma3(PagedQwen3):

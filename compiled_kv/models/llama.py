@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .pools import PagedPool, attention
-from .step import SMALL, Architecture, PagedCausalLM, View
+from compiled_kv.models.pools import PagedPool, attention
+from compiled_kv.models.step import SMALL, Architecture, PagedCausalLM, View
 
 
 class PagedLlama(PagedCausalLM):

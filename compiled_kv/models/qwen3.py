@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from .llama import PagedLlama
-from .step import SMALL, Architecture
+from compiled_kv.models.llama import PagedLlama
+from compiled_kv.models.step import SMALL, Architecture
 
 
 class PagedQwen3(PagedLlama):

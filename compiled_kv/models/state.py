@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_kv as ckv
-
-from .pools import PagedPool
+from compiled_kv.models.pools import PagedPool
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

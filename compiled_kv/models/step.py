@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 import compiled_kv as ckv
-
-from .pools import PagedPool, visible_keys
-from .state import FULL, SLIDING, Batch, PagedState, Place, of_last_token
+from compiled_kv.models.pools import PagedPool, visible_keys
+from compiled_kv.models.state import FULL, SLIDING, Batch, PagedState, Place, of_last_token
 
 # No special tokens: a request of the demo ends when it has as many tokens as its trace says.
 SMALL = {

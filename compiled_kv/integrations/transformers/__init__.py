@@ -10,8 +10,8 @@
 The model's code and weights stay as they are. Needs transformers. docs/integrations/transformers.md has the whole.
 """
 
-from .attention import NAME, paged_attention, paged_mask
-from .cache import PagedCache
-from .step import DecodeStep
+from compiled_kv.integrations.transformers.attention import NAME, paged_attention, paged_mask
+from compiled_kv.integrations.transformers.cache import PagedCache
+from compiled_kv.integrations.transformers.step import DecodeStep
 
 __all__ = ["NAME", "DecodeStep", "PagedCache", "paged_attention", "paged_mask"]

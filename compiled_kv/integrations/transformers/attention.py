@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask
 
-from ...models.pools import attention
+from compiled_kv.models.pools import attention
 
 NAME = "compiled_kv"
 

@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 import compiled_kv as ckv
-
-from ...checks import check_int
-from ...models.allocator import Allocator, Holding
-from ...models.state import SLIDING, Batch, PagedState
-from .layer import PagedLayer, layers
-from .model import check_model, observe
+from compiled_kv.checks import check_int
+from compiled_kv.integrations.transformers.layer import PagedLayer, layers
+from compiled_kv.integrations.transformers.model import check_model, observe
+from compiled_kv.models.allocator import Allocator, Holding
+from compiled_kv.models.state import SLIDING, Batch, PagedState
 
 
 class PagedCache(Cache):

@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import compiled_kv as ckv
-
-from ...checks import Sizes
-from ...models.state import SLIDING, Batch, PagedState, Place
+from compiled_kv.checks import Sizes
+from compiled_kv.models.state import SLIDING, Batch, PagedState, Place
 
 
 class PagedLayer(CacheLayerMixin):

@@ -9,10 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import compiled_kv as ckv
-
-from ...checks import check_layout
-from ...models.state import FULL, SLIDING
-from .attention import NAME
+from compiled_kv.checks import check_layout
+from compiled_kv.integrations.transformers.attention import NAME
+from compiled_kv.models.state import FULL, SLIDING
 
 
 def check_model(model: Any, layout: ckv.KVLayout) -> list[str]:

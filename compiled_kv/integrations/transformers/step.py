@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ...checks import INTS, Sizes, check_int
-from ...models.state import Batch, PagedState, of_last_token
-from .cache import PagedCache
-from .layer import layers
-from .model import check_model
+from compiled_kv.checks import INTS, Sizes, check_int
+from compiled_kv.integrations.transformers.cache import PagedCache
+from compiled_kv.integrations.transformers.layer import layers
+from compiled_kv.integrations.transformers.model import check_model
+from compiled_kv.models.state import Batch, PagedState, of_last_token
 
 
 class DecodeStep(PagedState):
