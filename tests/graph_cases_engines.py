@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from compiled_kv import DecodeMetadata, new_held, update_metadata
-from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.csr import csr_tables, fill_kv_indices
-from compiled_kv.draft_indices import draft_kv_indices
-from compiled_kv.draft_steps import advance_draft, advance_draft_
-from compiled_kv.engine_metadata import write_metadata
-from compiled_kv.engine_parts import EngineMetadata
-from compiled_kv.group_slots import group_slot_mappings
-from compiled_kv.token_positions import place_tokens_
+from compiled_kv.peers.block_tables import gather_block_tables
+from compiled_kv.peers.csr import csr_tables, fill_kv_indices
+from compiled_kv.peers.draft_indices import draft_kv_indices
+from compiled_kv.peers.draft_steps import advance_draft, advance_draft_
+from compiled_kv.peers.engine_metadata import write_metadata
+from compiled_kv.peers.engine_parts import EngineMetadata
+from compiled_kv.peers.group_slots import group_slot_mappings
+from compiled_kv.peers.token_positions import place_tokens_
 from tests.graph_cases import BATCH, FULL_TO_SWA, LAYOUT, LENS, PAGE_MAP, ROWS, WINDOWED, B, Case, P, R, T
 from tests.graph_cases import i32 as ints
 from tests.graph_cases import i64 as longs

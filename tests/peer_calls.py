@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from compiled_kv import reference_peers
-from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.csr import csr_tables, fill_kv_indices
-from compiled_kv.draft_indices import draft_kv_indices
-from compiled_kv.draft_steps import advance_draft, advance_draft_
-from compiled_kv.engine_metadata import write_metadata
-from compiled_kv.engine_parts import EngineMetadata
-from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.layout import KVLayout
-from compiled_kv.token_positions import place_tokens_
+from compiled_kv.peers.block_tables import gather_block_tables
+from compiled_kv.peers.csr import csr_tables, fill_kv_indices
+from compiled_kv.peers.draft_indices import draft_kv_indices
+from compiled_kv.peers.draft_steps import advance_draft, advance_draft_
+from compiled_kv.peers.engine_metadata import write_metadata
+from compiled_kv.peers.engine_parts import EngineMetadata
+from compiled_kv.peers.group_slots import group_slot_mappings
+from compiled_kv.peers.token_positions import place_tokens_
 from tests.harness import POISON, _moved, around, poisoned
 
 BATCHES = (0, 1, 2, 3, 5, 9)  # of up to three chunks, where interpreted kernels take four rows at a time

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import compiled_kv as ckv
-from compiled_kv.csr import csr_tables
 from compiled_kv.integrations import flashinfer
+from compiled_kv.peers.csr import csr_tables
 from tests.cases import DEVICES, pool_of_pages
 from tests.conftest import INTERPRETED
 from tests.harness import around, poisoned

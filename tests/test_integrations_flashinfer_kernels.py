@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_kv.csr import csr_tables
 from compiled_kv.integrations import flashinfer
+from compiled_kv.peers.csr import csr_tables
 from tests.cases import needs_cuda
 from tests.decode_scene import DEVICE, batch, buffers, captured, check, fill, paged, queries, states, workspace
 

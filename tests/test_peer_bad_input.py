@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from compiled_kv import KVLayout
-from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.engine_parts import EngineMetadata
+from compiled_kv.peers.block_tables import gather_block_tables
+from compiled_kv.peers.engine_parts import EngineMetadata
 from tests.harness import POISON, around, poisoned
 from tests.peer_calls import CALLS
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from compiled_kv import KVLayout, reference_peers
-from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.csr import csr_tables
-from compiled_kv.draft_indices import draft_kv_indices
-from compiled_kv.draft_steps import advance_draft
-from compiled_kv.engine_metadata import write_metadata
-from compiled_kv.engine_parts import EngineMetadata
-from compiled_kv.group_slots import group_slot_mappings
+from compiled_kv.peers.block_tables import gather_block_tables
+from compiled_kv.peers.csr import csr_tables
+from compiled_kv.peers.draft_indices import draft_kv_indices
+from compiled_kv.peers.draft_steps import advance_draft
+from compiled_kv.peers.engine_metadata import write_metadata
+from compiled_kv.peers.engine_parts import EngineMetadata
+from compiled_kv.peers.group_slots import group_slot_mappings
 from tests.cases import needs_cuda
 
 # The same a few entries apart checks the test itself where there is no device.

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv import KVLayout, capture
-from compiled_kv.block_tables import gather_block_tables
-from compiled_kv.csr import csr_tables
-from compiled_kv.draft_indices import draft_kv_indices
-from compiled_kv.draft_steps import advance_draft
-from compiled_kv.group_slots import group_slot_mappings
+from compiled_kv.peers.block_tables import gather_block_tables
+from compiled_kv.peers.csr import csr_tables
+from compiled_kv.peers.draft_indices import draft_kv_indices
+from compiled_kv.peers.draft_steps import advance_draft
+from compiled_kv.peers.group_slots import group_slot_mappings
 from tests.cases import DEVICES
 from tests.conftest import INTERPRETED, take_last_program_first, take_small_sizes
 from tests.peer_calls import CALLS, Draw, check_call

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_tuple, check_width
-from compiled_kv.csr import FIELDS, Csr, csr_tables
 from compiled_kv.integrations.layouts import worded
 from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.metadata_parts import DecodeMetadata
-from compiled_kv.token_positions import place_tokens_
+from compiled_kv.peers.csr import FIELDS, Csr, csr_tables
+from compiled_kv.peers.token_positions import place_tokens_
 
 MLA_TOKEN_ALIGNMENT = 128
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_int
-from compiled_kv.csr import fill_kv_indices
 from compiled_kv.integrations.layouts import layout_of
 from compiled_kv.overlap import check_distinct
+from compiled_kv.peers.csr import fill_kv_indices
 from compiled_kv.rows_cpu import gather, iota, page_of, prefix_sums
 
 

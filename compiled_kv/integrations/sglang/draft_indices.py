@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.checks import INT32, check_int, check_tuple
-from compiled_kv.draft_indices import draft_kv_indices
 from compiled_kv.integrations.layouts import Subscripted, check_stride, first, first_rows, layout_of, worded
 from compiled_kv.layout import INT32_MAX
+from compiled_kv.peers.draft_indices import draft_kv_indices
 
 
 @worded(pool="req_to_token", seq_lens="paged_kernel_lens", page_map="v2p", window="window_size", sinks="sink_size")

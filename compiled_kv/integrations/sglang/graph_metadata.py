@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_int
-from compiled_kv.engine_metadata import write_metadata
-from compiled_kv.engine_parts import EngineMetadata
 from compiled_kv.integrations.layouts import first, first_rows, layout_of, width_of, worded
 from compiled_kv.layout import INT32_MAX
+from compiled_kv.peers.engine_metadata import write_metadata
+from compiled_kv.peers.engine_parts import EngineMetadata
 
 Q_NONE, Q_CUMSUM, Q_STRIDED = range(3)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.checks import check_int
-from compiled_kv.csr import fill_kv_indices
 from compiled_kv.integrations.layouts import Subscripted, check_stride, first, first_rows, layout_of, worded
 from compiled_kv.layout import INT32_MAX, ceil_div
+from compiled_kv.peers.csr import fill_kv_indices
 
 TOKENS_A_BLOCK, MOST_PROGRAMS = 8192, 512
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_kv.checks import INT32, check_int
-from compiled_kv.engine_metadata import write_metadata
-from compiled_kv.engine_parts import EngineMetadata
 from compiled_kv.integrations.layouts import (
     Subscripted,
     check_stride,
@@ -18,6 +16,8 @@ from compiled_kv.integrations.layouts import (
 )
 from compiled_kv.layout import ceil_div
 from compiled_kv.page_tables import flashmla_kv_indices
+from compiled_kv.peers.engine_metadata import write_metadata
+from compiled_kv.peers.engine_parts import EngineMetadata
 
 TOKENS_A_PROGRAM = 4096
 
@@ -35,7 +35,8 @@ def build_trtllm_mha_page_table(
         full_to_swa: int [N], goes with `swa_page_table`.
 
     Raises:
-        TypeError, ValueError: as `compiled_kv.engine_metadata.write_metadata`; or one of the last two stands alone.
+        TypeError, ValueError: as `compiled_kv.peers.engine_metadata.write_metadata`; or one of the last two stands
+            alone.
     """
     if (swa_page_table is None) != (full_to_swa is None):
         raise ValueError("swa_page_table and full_to_swa go together, got one of them")

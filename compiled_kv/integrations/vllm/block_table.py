@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import check_int
-from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.integrations.layouts import first, worded
 from compiled_kv.integrations.vllm.block_tables import (
     PAD_SLOT_ID,
@@ -18,6 +17,7 @@ from compiled_kv.integrations.vllm.block_tables import (
     kernel_ids,
 )
 from compiled_kv.layout import INT32_MAX
+from compiled_kv.peers.group_slots import group_slot_mappings
 
 
 class BlockTable(torch.nn.Module):

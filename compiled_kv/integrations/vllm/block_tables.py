@@ -10,11 +10,11 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from compiled_kv.block_tables import gather_block_tables
 from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int
-from compiled_kv.group_slots import group_slot_mappings
 from compiled_kv.integrations.layouts import worded
 from compiled_kv.layout import INT32_MAX, ceil_div
+from compiled_kv.peers.block_tables import gather_block_tables
+from compiled_kv.peers.group_slots import group_slot_mappings
 
 PAD_SLOT_ID = PADDING_SLOT_ID = -1
 NULL_BLOCK_ID = 0

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT64, Sizes
-from compiled_kv.draft_steps import advance_draft_, check_in_place
 from compiled_kv.integrations.layouts import worded
 from compiled_kv.overlap import check_distinct
+from compiled_kv.peers.draft_steps import advance_draft_, check_in_place
 
 
 @worded(
@@ -31,7 +31,8 @@ def eagle_step_update_slot_mapping_and_metadata(
             that is absent.
 
     Raises:
-        TypeError, ValueError: as `compiled_kv.draft_steps.advance_draft_`; or the positions lie partly in one another.
+        TypeError, ValueError: as `compiled_kv.peers.draft_steps.advance_draft_`; or the positions lie partly in one
+            another.
     """
     sizes = Sizes()
     sizes.check("positions_1d", positions_1d, INT64, "B")

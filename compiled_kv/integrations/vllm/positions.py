@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compiled_kv.checks import INT32, INT64, INTS, Sizes, check_int
 from compiled_kv.integrations.layouts import worded
-from compiled_kv.token_positions import place_tokens_
+from compiled_kv.peers.token_positions import place_tokens_
 
 
 @worded(
@@ -28,7 +28,7 @@ def prepare_pos_seq_lens(
         seq_lens: int32 [M], M >= B, every entry is written; those from B on become 0.
 
     Raises:
-        TypeError, ValueError: as `compiled_kv.token_positions.place_tokens_`.
+        TypeError, ValueError: as `compiled_kv.peers.token_positions.place_tokens_`.
     """
     sizes = Sizes()
     sizes.check("idx_mapping", idx_mapping, INTS, "B")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INTS, Sizes, check_int
-from compiled_kv.csr import fill_kv_indices
 from compiled_kv.integrations.layouts import layout_of, worded
 from compiled_kv.integrations.vllm.block_tables import NULL_BLOCK_ID
 from compiled_kv.layout import INT32_MAX
+from compiled_kv.peers.csr import fill_kv_indices
 from compiled_kv.rows_cpu import floor_div, gather_rows, iota
 
 

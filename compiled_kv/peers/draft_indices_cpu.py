@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.csr_cpu import entry_of, slots_at
 from compiled_kv.layout import INT32_MAX
+from compiled_kv.peers.csr_cpu import entry_of, slots_at
 
 
 class Given(NamedTuple):

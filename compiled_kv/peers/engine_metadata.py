@@ -26,13 +26,13 @@ from compiled_kv.checks import (
     check_strided_table,
     check_tail,
 )
-from compiled_kv.engine_cpu import run_on_cpu
-from compiled_kv.engine_kernel import write_metadata_kernel
-from compiled_kv.engine_parts import EngineMetadata, Inputs, Settings
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.lengths import check_queries
 from compiled_kv.overlap import check_distinct, check_distinct_fake
+from compiled_kv.peers.engine_cpu import run_on_cpu
+from compiled_kv.peers.engine_kernel import write_metadata_kernel
+from compiled_kv.peers.engine_parts import EngineMetadata, Inputs, Settings
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, TOKENS, programs_a_row
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
-from compiled_kv.csr_cpu import Given, Settings, entries_of, last_page_lens, lengths_of
-from compiled_kv.csr_kernel import csr_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.overlap import check_distinct, check_distinct_fake
+from compiled_kv.peers.csr_cpu import Given, Settings, entries_of, last_page_lens, lengths_of
+from compiled_kv.peers.csr_kernel import csr_kernel
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 

@@ -8,8 +8,8 @@ requests before.
 from __future__ import annotations
 
 from compiled_kv.columns_triton import LINE, clear_row
-from compiled_kv.csr_kernel import entry_of, slots_at
 from compiled_kv.launch import dependent_launch, device_function, kernel, tl
+from compiled_kv.peers.csr_kernel import entry_of, slots_at
 from compiled_kv.rows_triton import INT32_MAX, clamped_length, load_at, page_of, through_map
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.engine_parts import EngineMetadata, Inputs, Settings
+from compiled_kv.peers.engine_parts import EngineMetadata, Inputs, Settings
 
 
 def _physical(pages: Tensor, page_map: Tensor, mask: Tensor) -> Tensor:

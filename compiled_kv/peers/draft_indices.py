@@ -18,11 +18,11 @@ from torch import Tensor
 
 from compiled_kv import rows_cpu as cpu
 from compiled_kv.checks import INT32, INTS, Sizes, check_entry_pool, check_int, check_tail, check_tuple
-from compiled_kv.draft_indices_cpu import Given, Settings, cpu_body
-from compiled_kv.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.launch import launch, runs_kernel, size_of, stride_of
 from compiled_kv.layout import INT32_MAX, KVLayout
 from compiled_kv.overlap import check_distinct, check_distinct_fake
+from compiled_kv.peers.draft_indices_cpu import Given, Settings, cpu_body
+from compiled_kv.peers.draft_indices_kernel import draft_kv_indices_kernel
 from compiled_kv.registration import operator
 from compiled_kv.sharing import BLOCK, SCAN, clearers, programs_a_row
 
