@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_kv.checks import INTS, Sizes, check_int
 
 if TYPE_CHECKING:
-    from compiled_kv.buffers import DecodeBuffers
+    from compiled_kv.loading import LoadedInputs
 
 Ints = Sequence[int] | Tensor
 
@@ -39,7 +39,7 @@ class DecodeBatch(NamedTuple):
     others itself. None leaves those on the device alone."""
 
 
-def check_batch(buffers: DecodeBuffers, batch: DecodeBatch) -> None:
+def check_batch(buffers: LoadedInputs, batch: DecodeBatch) -> None:
     """Refuse what the host can see to be wrong in a batch of Python ints."""
     refuse_batch(batch)
     given = {name: values for name, values in batch._asdict().items() if values is not None}
@@ -66,7 +66,7 @@ def check_ints(batch: DecodeBatch) -> None:
             check_int(f"batch.{name}[{index}]", _own(value), -(2**63), 2**63 - 1)
 
 
-def check_tensors(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+def check_tensors(buffers: LoadedInputs, given: dict[str, Any]) -> None:
     """Refuse tensors of a wrong kind, shape or device."""
     sizes = Sizes()
     sizes.device, sizes.device_of = buffers.inputs.device, "the buffers"
@@ -96,7 +96,7 @@ def refuse_batch(batch: Any) -> None:
             raise TypeError(f"batch.{name} must be a list, a tuple, or an array or tensor with a dimension, got {kind}")
 
 
-def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+def _check_lengths(buffers: LoadedInputs, given: dict[str, Any]) -> None:
     size = len(given["rows"])
     if size > buffers.max_batch_size:
         raise ValueError(f"batch.rows must hold at most max_batch_size={buffers.max_batch_size} requests, got {size}")
@@ -110,7 +110,7 @@ def _check_lengths(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
             raise ValueError(f"batch.{name} must have one entry for each of the {size} rows, got {len(values)}")
 
 
-def _check_queries(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
+def _check_queries(buffers: LoadedInputs, given: dict[str, Any]) -> None:
     """Refuse more slots or tokens than queries, and tokens that are neither one a query nor, of a fixed `q_len`, one a
     row."""
     size, queries = len(given["rows"]), _queries(buffers, given)
@@ -126,7 +126,7 @@ def _check_queries(buffers: DecodeBuffers, given: dict[str, Any]) -> None:
             raise ValueError(f"batch.token_ids must have {rule}, got {len(given['token_ids'])}")
 
 
-def _queries(buffers: DecodeBuffers, given: dict[str, Any]) -> int | None:
+def _queries(buffers: LoadedInputs, given: dict[str, Any]) -> int | None:
     """Queries of a batch; None where the device alone knows."""
     if not buffers.ragged:
         return len(given["rows"]) * buffers.q_len
