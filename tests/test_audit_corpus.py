@@ -131,7 +131,7 @@ def test_an_error_behind_a_made_up_value_is_not_the_steps_own() -> None:
 
 
 def test_docs_count_the_corpus() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "audit.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "docs" / "audit_corpus.md").read_text(encoding="utf-8")
     assert f"holds {len(hazards.HAZARDS)} steps with planted hazards and {len(clean.CLEAN)} clean ones" in text
     rows = re.findall(r"^\| [\w, -]+ \| (\d+) \| (\d+) \| \d+ \| \d+ \|$", text, re.MULTILINE)
     assert sum(int(steps) for steps, _ in rows) == len(hazards.HAZARDS) and all(a == b for a, b in rows)
