@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SESSION = re.compile(r"```pycon\n(.*?)```", re.DOTALL)
 PROGRAM = re.compile(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FUNCTIONS = [name for name in ckv.__all__ if inspect.isfunction(getattr(ckv, name))]
 OPERATORS = sorted(set(FUNCTIONS) & set(vars(reference)))
 
@@ -73,8 +74,15 @@ def test_programs_print_what_the_page_shows(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    targets = [link for link in LINK.findall(page.read_text()) if not link.startswith(("http://", "https://"))]
-    assert [link for link in targets if not (page.parent / link).exists()] == []
+    links = [link for link in LINK.findall(page.read_text()) if not link[0].startswith(("http://", "https://"))]
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    inside = [(page.parent / link if link else page, anchor) for link, anchor in links if anchor]
+    assert [(name_of(to.resolve()), anchor) for to, anchor in inside if anchor not in anchors_of(to)] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a heading is linked by: its letters, digits and hyphens in lower case."""
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in HEADING.findall(page.read_text())}
 
 
 def test_every_operator_has_a_page_that_names_its_arguments():
