@@ -1,4 +1,4 @@
-"""What dynamo itself says of the steps of the corpus, for the table in docs/audit_corpus.md: `python -m tests.audit_others`.
+"""What dynamo itself says of the steps of the corpus, for docs/audit_corpus.md: `python -m tests.audit_others`.
 
 Default settings, fake `cuda` tensors: whether `explain()` counts a graph break (graphs beyond the first), and whether
 `fullgraph=True` raises.

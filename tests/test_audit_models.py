@@ -1,4 +1,4 @@
-"""Audits of transformers' decode steps and of ours for a GPU that is not there, checked by hand: see docs/audit_corpus.md."""
+"""Audits of transformers' decode steps and of ours for a GPU that is not there, by hand: docs/audit_corpus.md."""
 
 from __future__ import annotations
 

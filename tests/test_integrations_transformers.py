@@ -31,13 +31,31 @@ GENERATED = 30, 12, 1, 60, 5, 20
 LENGTHS = [Lengths(*pair) for pair in zip(CONTEXTS, GENERATED)]
 PROMPT, NEW = 30, 40  # of the batches that generate() runs, over several pages and windows
 
-# Beyond the four: capped scores, attention sinks, sliding layers alone, and layer types made by the configuration.
+# Beyond the four: capped scores, attention sinks, sliding layers alone, layer types made by the configuration, layers
+# that read the keys of an earlier one, and queries scaled by their position, which each layer asks its cache for.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16}),
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "experts_implementation": "batched_mm"}),
     "mistral": ("MistralConfig", {}),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": [128] * 4, "activation_sparsity_pattern": [0.0] * 4,
+            "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+            "altup_num_inputs": 2,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0], "floor_scale": 8, "attn_scale": 0.5,
+            "head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 2, "pad_token_id": 0,
+        },
+    ),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1}),
-}
+}  # fmt: skip
 
 
 def build(name: str) -> Any:
@@ -250,6 +268,39 @@ def recurrent() -> Any:
     return transformers.Qwen3NextForCausalLM(config)
 
 
+def rotating(kind: str, **settings: Any) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 1e4} | settings
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL | {"num_hidden_layers": 1, "max_position_embeddings": 72}, rope_parameters=rope
+        )
+    )
+
+
+LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 48}
+
+
+def without_keys() -> Any:
+    """The first layer keeps nothing."""
+    model = build("llama")
+    first = model.model.layers[0].self_attn
+    forward = first.forward
+    first.forward = lambda *args, **kwargs: forward(
+        *args, **{name: value for name, value in kwargs.items() if name not in ("past_key_values", "cache")}
+    )
+    return model
+
+
+def without_cache() -> Any:
+    model = build("llama")
+
+    def forward(input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> None:
+        raise ValueError("no cache of yours")
+
+    model.forward = forward
+    return model
+
+
 LAYOUT = ckv.KVLayout(16, 64)
 BAD_MODELS: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
     "no-model": (lambda: torch.nn.Linear(1, 1), LAYOUT, TypeError, "model must be a transformers PreTrainedModel, got"),
@@ -263,8 +314,22 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
         r"model must be a decoder, got BertLMHeadModel with config.is_decoder=False",
     ),
     "attention-of-its-own": (
-        lambda: transformers.GPTJForCausalLM(transformers.GPTJConfig(n_embd=64, n_layer=1, n_head=4, rotary_dim=8)),
-        LAYOUT, ValueError, "through 'compiled_kv', got 'eager': GPTJForCausalLM may have no other",
+        lambda: transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4)),
+        LAYOUT, ValueError, "through 'compiled_kv', got 'eager': BloomForCausalLM may have no other",
+    ),
+    "long-rotation": (
+        lambda: rotating("longrope", **LONG), LAYOUT, ValueError,
+        "layout must hold at most 48 tokens a row for a model with longrope rotation, got 64: beyond",
+    ),
+    "dynamic-rotation": (
+        lambda: rotating("dynamic", factor=2.0), ckv.KVLayout(16, 80), ValueError,
+        "layout must hold at most 72 tokens a row for a model with dynamic rotation, got 80: beyond, the longest row",
+    ),
+    "no-keys": (
+        without_keys, LAYOUT, ValueError, r"cache keys and values in every layer, LlamaForCausalLM has none in \[0\]",
+    ),
+    "no-cache": (
+        without_cache, LAYOUT, ValueError, "model must run over a Cache of transformers, LlamaForCausalLM does not: no",
     ),
     "no-layout": (lambda: build("llama"), 64, TypeError, "layout must be a KVLayout, got int"),
     "no-window": (
@@ -281,7 +346,7 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
 def test_a_model_that_cannot_be_served_is_refused(case: str) -> None:
     make, layout, error, text = BAD_MODELS[case]
     model = make()
-    if case in ("recurrent", "no-window", "window-of-none"):
+    if case not in ("no-model", "encoder", "own-attention", "bidirectional", "attention-of-its-own", "no-layout"):
         model.set_attn_implementation(NAME)
     with pytest.raises(error, match=text):
         PagedCache(model, layout, max_reqs=2, num_pages=9)
@@ -397,6 +462,31 @@ def test_a_step_names_what_it_refuses_before_anything_is_written(case: str) -> N
     assert not any(pool.data.any() for pools in cache.state.pools for pool in pools)
 
 
+UNEQUAL: dict[str, tuple[Callable[[], Any], str]] = {
+    "positions-of-its-own": (
+        lambda: transformers.BartForCausalLM(
+            transformers.BartConfig(**SMALL, d_model=64, decoder_layers=1, is_decoder=True, is_encoder_decoder=False)
+        ),
+        "model must take position_ids, for rows differ in length: BartForCausalLM counts its own",
+    ),
+    "scaled-by-position": (
+        lambda: build("llama4"), "model must scale no queries by position: Llama4ForCausalLM counts its own, as if all",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_a_model_whose_rows_are_alike_has_no_decode_step(case: str) -> None:
+    """`generate()` serves it; in a step it would take every row for as long as another."""
+    make, text = UNEQUAL[case]
+    model = make()
+    model.set_attn_implementation(NAME)
+    layout = ckv.KVLayout(16, 64, window=window(model))
+    cache = PagedCache(model, layout, max_reqs=2, num_pages=9)
+    with pytest.raises(ValueError, match=text):
+        DecodeStep(model, cache)
+
+
 def test_the_mask_follows_each_row() -> None:
     seen = paged_mask(2, 2, 5, q_offset=torch.tensor([2, -1]))
     assert seen.int().tolist() == [[[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]], [[[1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]]]
@@ -412,6 +502,7 @@ def test_the_mask_hides_padding_and_keys_before_the_first() -> None:
 BAD_ATTENTION: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout": 0.1}, r"dropout must be 0 over a cache, got 0.1: call model.eval\(\)"),
     "bias": ({"position_bias": torch.zeros(1)}, "position_bias must be None, got a tensor: Identity"),
+    "sinks": ({"sinks": torch.zeros(2)}, "sinks must be None, got a tensor: Identity has no paged attention"),
     "foreign-mask": (
         {"attention_mask": torch.zeros(1, 1, 1, 3)},
         "attention_mask must have a column for each of 1 cached keys, got 3 in Identity",

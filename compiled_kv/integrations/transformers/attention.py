@@ -19,6 +19,8 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from compiled_kv.models.pools import attention
 
 NAME = "compiled_kv"
+# What some models hand to their attention that would change its result.
+UNSERVED = ("sinks", "indices", "block_indices")
 
 
 def paged_attention(
@@ -38,8 +40,9 @@ def paged_attention(
     """
     if dropout:
         raise ValueError(f"dropout must be 0 over a cache, got {dropout}: call model.eval()")
-    if position_bias is not None:
-        raise ValueError(f"position_bias must be None, got a tensor: {type(module).__name__} has no paged attention")
+    for name, given in {"position_bias": position_bias, **{name: kwargs.get(name) for name in UNSERVED}}.items():
+        if given is not None:
+            raise ValueError(f"{name} must be None, got a tensor: {type(module).__name__} has no paged attention")
     if attention_mask is None and getattr(module, "is_causal", True):
         raise ValueError(f"attention_mask must be given in causal attention, got None in {type(module).__name__}")
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
@@ -86,7 +89,9 @@ def paged_mask(
         ValueError: a mask function that takes single indices.
     """
     if use_vmap:
-        raise ValueError("use_vmap must be False: a mask over a paged cache takes a whole batch of indices")
+        raise ValueError(
+            "use_vmap must be False: masks joined from functions of single indices, of image blocks say, are not served"
+        )
     start = q_offset.view(-1, 1) if isinstance(q_offset, Tensor) else q_offset
     query = torch.arange(q_length, device=device)[None] + start
     row = torch.arange(batch_size, device=device)[:, None, None, None]

@@ -113,7 +113,7 @@ class PagedCache(Cache):
             self.allocator.slide(holding, past)
         rows = self.reserve(batch_size, past + q_len)
         seq_lens = torch.full_like(rows, past + q_len, dtype=torch.int32)
-        self._place(self.state.batch(q_len, rows, seq_lens), past + q_len)
+        self._place(self.state.batch(q_len, rows, seq_lens), past)
 
     def _place(self, batch: Batch | None, length: int) -> None:
         for layer, kind in zip(self.layers, self.state.layer_types):

@@ -42,6 +42,8 @@ class PagedLayer(CacheLayerMixin):
         self.check(key_states, value_states)
         for pool, fresh in zip(self.pools, (key_states, value_states)):
             pool.write(self.place.slots, fresh.detach().transpose(1, 2))
+        if isinstance(self.seq_length, int):  # counted by each layer as it writes: some ask in between
+            self.seq_length += key_states.shape[2]
         keys, values = (pool.read(self.place.page_table) for pool in self.pools)
         return keys, values
 
@@ -57,7 +59,7 @@ class PagedLayer(CacheLayerMixin):
         return self.layout.max_num_pages * self.layout.page_size, 0
 
     def get_seq_length(self) -> int | Tensor:
-        """Tokens before the current forward pass."""
+        """Tokens before the current forward pass; where rows are alike, with those that it has written here."""
         return self.seq_length
 
     def get_max_length(self) -> int:

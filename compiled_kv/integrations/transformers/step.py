@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from compiled_kv.checks import INTS, Sizes, check_int
 from compiled_kv.integrations.transformers.cache import PagedCache
 from compiled_kv.integrations.transformers.layer import layers
-from compiled_kv.integrations.transformers.model import check_model
+from compiled_kv.integrations.transformers.model import cache_name, check_model, check_rows
 from compiled_kv.models.state import Batch, PagedState, of_last_token
 
 
@@ -31,7 +31,7 @@ class DecodeStep(PagedState):
         seq_len_delta: tokens that a step adds to `seq_lens`: 0 where they are counted already, K to verify K drafts.
 
     Raises:
-        TypeError, ValueError: as in PagedCache.
+        TypeError, ValueError: as in PagedCache; or the model takes no positions of each row's own.
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, seq_len_delta: int = 0) -> None:
@@ -40,8 +40,9 @@ class DecodeStep(PagedState):
             raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
         if check_model(model, cache.state.layout)[: len(cache.state.pools)] != cache.state.layer_types:
             raise ValueError(f"model must be the one that cache was made for, got another {type(model).__name__}")
+        check_rows(model)
         check_int("seq_len_delta", seq_len_delta, 0)
-        self.model, self.seq_len_delta = model, seq_len_delta
+        self.model, self.seq_len_delta, self._cache_name = model, seq_len_delta, cache_name(model)
         self.layout, self.layer_types, self.pools = cache.state.layout, cache.state.layer_types, cache.state.pools
         for name in ("req_to_token", "full_to_swa", "status"):
             self.register_buffer(name, getattr(cache.state, name), persistent=False)
@@ -77,6 +78,6 @@ class DecodeStep(PagedState):
         """The step over a batch whose places are known, say from `DecodeBuffers`; as `forward` returns it."""
         logits = self.model(
             input_ids=token_ids, position_ids=batch.positions.clamp(min=0), use_cache=True,
-            past_key_values=Cache(layers=layers(self, batch)),
+            **{self._cache_name: Cache(layers=layers(self, batch))},
         ).logits  # fmt: skip
         return cast(Tensor, of_last_token(logits, batch.counts) if ragged else logits)
