@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ AMD = (
     "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151",
     "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
 )  # fmt: skip
+HOST = torch.device("cpu")
 _SM = re.compile(r"sm_(\d+)[a-z]?")
 
 
@@ -154,6 +155,7 @@ def _cuda_calls() -> Iterator[None]:
     from torch._dynamo.device_interface import CudaInterface
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental import proxy_tensor
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         return self.to(torch.device("cuda", 0), non_blocking=non_blocking, **kwargs)
@@ -164,12 +166,19 @@ def _cuda_calls() -> Iterator[None]:
             kwargs = {**kwargs, "device": torch.device("cuda", 0)}
         return plain(mode, func, types, args, kwargs)
 
-    plain = FakeTensorMode.dispatch
+    def proxy_call(mode: Any, func: Any, pre_dispatch: Any, args: Any, kwargs: Any) -> Any:
+        """A single number made on the host is computed along as a constant, and would be moved there for real."""
+        moves = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") not in (None, HOST)
+        with _replaced(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0) if moves else nullcontext():
+            return traced(mode, func, pre_dispatch, args, kwargs)
+
+    plain, traced = FakeTensorMode.dispatch, proxy_tensor.proxy_call
     with ExitStack() as stack:
         if not (torch.version.cuda or torch.version.hip):
             stack.enter_context(_replaced(FakeTensorMode, "dispatch", dispatch))
         for owner, name, stand_in in (
             (FunctionalTensor, "cuda", cuda),
+            (proxy_tensor, "proxy_call", proxy_call),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "_exchange_device", lambda device: 0),

@@ -300,6 +300,13 @@ def pinned_scratch(x: Tensor) -> Tensor:
 
 
 @hazard
+def number_moved(x: Tensor) -> Tensor:
+    """Gemma 3n of transformers does so in every step."""
+    least = torch.tensor(1e-5)
+    return torch.maximum(x, least.to(x.device))  # HAZARD host-to-device-copy
+
+
+@hazard
 def own_generator(x: Tensor) -> Tensor:
     generator = torch.Generator(device=x.device)  # HAZARD unsafe-under-capture
     return torch.rand(4, 8, generator=generator, device=x.device) + x
