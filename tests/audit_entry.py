@@ -103,6 +103,19 @@ def sized() -> Any:
     return _served, (_buffers(), 4)
 
 
+def closed_for(batch_size: int) -> Any:
+    buffers = _buffers()
+    return (lambda made: _served(made, batch_size)), (buffers,)
+
+
+def other_for_eight(batch_size: int) -> Any:
+    return (_scaled if batch_size == 8 else torch.relu), (torch.zeros(batch_size, 4),)
+
+
+def made_anew(batch_size: int) -> Any:
+    return (lambda pool, rows, lens: _whole(pool, rows, lens)), _arguments(batch_size)
+
+
 def closed() -> Any:
     return lambda buffers: _served(buffers, 4), (_buffers(),)
 

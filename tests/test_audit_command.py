@@ -125,7 +125,23 @@ def test_bad_input_is_one_message_and_exits_2(arguments: list[str], message: str
 def test_a_step_that_raises_is_told_with_its_line(entry: str, said: str, line: int) -> None:
     """What torch's operator says, where dynamo's own error only names its kind."""
     status, text = run(f"tests.audit_entry:{entry}")
-    assert status == 2 and text.endswith(f"{said}, at {audit_entry.__file__}:{line}\n")
+    advice = (
+        ": a plain tensor that a step closes over or names as a global stays on the CPU" if entry == "apart" else "\n"
+    )
+    assert status == 2 and f"{said}, at {audit_entry.__file__}:{line}{advice}" in text
+
+
+@pytest.mark.parametrize("function", ["other_for_eight", "closed_for"])
+def test_another_step_for_another_size_is_refused(function: str) -> None:
+    """Of several steps the first alone would be looked at."""
+    status, text = run(f"tests.audit_entry:{function}", "--batch-sizes", "4,8")
+    assert status == 2
+    assert f"--batch-sizes needs one step for all sizes, and {function}(8) returned another than {function}(4)" in text
+    assert run(f"tests.audit_entry:{function}", "--batch-sizes", "4")[0] == 0
+
+
+def test_a_step_made_anew_for_each_size_is_one_step() -> None:
+    assert run("tests.audit_entry:made_anew", "--batch-sizes", "4,8", "--dynamic")[0] == 0
 
 
 def test_a_batch_size_among_the_arguments_is_found_at_the_step_s_line_and_none_where_it_is_closed_over() -> None:

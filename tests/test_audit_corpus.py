@@ -130,6 +130,16 @@ def test_an_error_behind_a_made_up_value_is_not_the_steps_own() -> None:
     assert any(text.startswith("what follows an error of torch's") for text in report.undecided)
 
 
+def test_a_tensor_with_a_format_of_its_own_is_a_read_and_no_error() -> None:
+    """A fake tensor refuses `:.2f`, which a real one of a single number takes."""
+
+    def told(x: Any) -> Any:
+        print(f"{x.sum():.2f}")
+        return x + 1
+
+    assert "host-read" in {each.rule for each in audit(told, *arguments(hazards.HAZARDS["int_of"])[:1]).findings}
+
+
 def test_docs_count_the_corpus() -> None:
     text = (Path(__file__).parent.parent / "docs" / "audit_corpus.md").read_text(encoding="utf-8")
     assert f"holds {len(hazards.HAZARDS)} steps with planted hazards and {len(clean.CLEAN)} clean ones" in text

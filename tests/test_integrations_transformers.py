@@ -438,6 +438,28 @@ def test_a_cache_of_another_model_is_refused_before_it_takes_a_page() -> None:
     assert not cache.holdings and not any(pool.data.any() for pools in cache.state.pools for pool in pools)
 
 
+def test_a_pass_that_ended_midway_is_not_gone_on_from() -> None:
+    """Layers behind the one that raised lack its tokens: what follows would attend to keys that nobody wrote."""
+    model = build("llama")
+    prompt, cache = batch_of(2)[0], paged(model)
+    model(prompt[:, :5], past_key_values=cache)
+
+    def once(*_: Any) -> None:
+        hook.remove()
+        raise RuntimeError("boom")
+
+    hook = model.model.layers[1].register_forward_pre_hook(once)
+    with pytest.raises(RuntimeError, match="boom"):
+        model(prompt[:, 5:9], past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=r"pass before must have ended, got layers of \[9, 5[, 5]*\] tokens: call reset"
+    ):
+        model(prompt[:, 5:9], past_key_values=cache)
+    cache.reset()
+    model(prompt[:, :9], past_key_values=cache)
+    assert cache.get_seq_length() == 9
+
+
 BAD_STEPS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flat-tokens": ({"token_ids": torch.zeros(2, dtype=torch.int64)}, ValueError, r"token_ids must be \[B, Q\], got"),
     "tokens-in-a-list": ({"token_ids": [[1], [2]]}, TypeError, "token_ids must be a tensor, got list"),

@@ -542,6 +542,14 @@ def test_a_checked_step_reads_the_buffers_settings() -> None:
     assert check_replay(step, walk(serving(mode="verify"), 20), backend=None).steps == 20
 
 
+def test_a_read_in_code_that_was_typed_is_placed_there() -> None:
+    code = "def typed(buffers, size):\n    return buffers.metadata(size).cache_seqlens.sum().item()\n"
+    names: dict[str, Any] = {}
+    exec(compile(code, "<ipython-input-3-abc>", "exec"), names)
+    with pytest.raises(ReplayFault, match=r"at <ipython-input-3-abc>:2"):
+        check_replay(names["typed"], walk(serving(), 5), backend=None)
+
+
 def cut_by_value(buffers: DecodeBuffers, batch_size: int) -> Tensor:
     meta = buffers.metadata(batch_size)
     return meta.slot_mapping[: int(meta.cu_seqlens_q[-1])]

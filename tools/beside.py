@@ -42,7 +42,7 @@ def copied(tree: str, name: str, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(re.sub(rf"\b{PACKAGE}\b", name, text))
     for constant in constants:
-        key, value = constant.split("=")
+        key, _, value = constant.partition("=")
         if not sum(replaced(path, key, value) for path in (folder / name).rglob("*.py")):
             raise click.UsageError(f"{tree}: no file begins a line with `{key} = `")
 
@@ -110,6 +110,8 @@ def main(
             copied(tree, name, Path(folder))
         chosen = [cell for cell in default_cells() if match is not None and match in cell.name]
         chosen += [cell for cell in full_cells() if cell.name in names and cell not in chosen]
+        if not (quick or chosen) or len(known) < len(trees) or set(names) - {cell.name for cell in chosen}:
+            raise click.UsageError("give each tree once, and cells that there are: --cell NAME, or --match TEXT")
         for cell in QUICK if quick else chosen:
             show(cell.name, trees[0], times(cell, known, wanted, device, rounds))
             if device.type == "cuda":

@@ -35,6 +35,12 @@ SEES_MOST, GOES_FURTHER = (False, True), (False, False)  # (fullgraph, scalars c
 CALLS = 3  # the first, and two more: a number that dynamo makes dynamic on the second call stays so on the third
 
 
+STAYS = (
+    ": a plain tensor that a step closes over or names as a global stays on the CPU; hand it over as an argument, or "
+    "keep it in a module"
+)
+
+
 class StepError(Exception):
     """The step itself raised; its own exception is the cause."""
 
@@ -91,7 +97,8 @@ def check_ran(traces: Sequence[Graphs]) -> None:
     if None not in raised and error is not None:
         place = places.of_step(error)
         where = f", at {place[0]}:{place[1]}" if place else ""
-        raise StepError(f"the step raised {raised[0]}{where}") from error
+        advice = STAYS if "found at least two devices" in str(raised[0]) else ""
+        raise StepError(f"the step raised {raised[0]}{where}{advice}") from error
 
 
 def _of_the_step(graphs: Graphs) -> str | None:

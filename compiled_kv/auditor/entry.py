@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,13 +59,37 @@ def examples(function: Callable[..., Any], batch_sizes: Sequence[int] = ()) -> l
 
     Raises:
         EntryError: it raises, returns something else than (step, arguments), or takes no batch size where some are
-            given.
+            given; or another step for another size, of which only the first would be looked at.
     """
     if not batch_sizes:
         return [_checked(_made(function))]
     if not inspect.signature(function).parameters:
         raise EntryError(f"--batch-sizes needs a {_name(function)}(batch_size) to call with each of them")
-    return [_checked(_made(function, size)) for size in batch_sizes]
+    made = [_checked(_made(function, size)) for size in batch_sizes]
+    for size, each in zip(batch_sizes, made):
+        if each.step is not made[0].step and _essence(each.step) != _essence(made[0].step):
+            raise EntryError(
+                f"--batch-sizes needs one step for all sizes, and {_name(function)}({size}) returned another than "
+                f"{_name(function)}({batch_sizes[0]}): audit each by itself, with --batch-sizes {size} alone"
+            )
+    return made
+
+
+def _essence(step: Any) -> Any:
+    """What two steps that were made anew for each size have in common where they are one: the code, and the plain
+    values that it closes over."""
+    step = getattr(step, "_torchdynamo_orig_callable", step)
+    if isinstance(step, functools.partial):
+        return _essence(step.func), _plain(step.args), _plain(step.keywords.values())
+    if isinstance(step, types.MethodType):
+        return _essence(step.__func__)
+    if isinstance(step, types.FunctionType):
+        return step.__code__, _plain(step.__defaults__ or ()), _plain(inspect.getclosurevars(step).nonlocals.values())
+    return step if isinstance(step, types.BuiltinFunctionType) else type(step)
+
+
+def _plain(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, int | float | str)]
 
 
 def _made(function: Callable[..., Any], *size: int) -> Any:

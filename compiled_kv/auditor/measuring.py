@@ -45,7 +45,10 @@ def measure(
     Raises:
         ValueError: a tensor has no data (it is on the meta device).
         TypeError: an argument cannot be copied to the device.
+        RuntimeError: there is no CUDA device.
     """
+    if cuda is None and not torch.cuda.is_available():
+        raise RuntimeError("measure needs a CUDA device, and there is none: audit needs none")
     cuda = cuda or Cuda()
     device = cuda.name()  # now: a context that the step spoils may not even tell its name
     reals = Reals(cuda.device)

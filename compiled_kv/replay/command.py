@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from compiled_kv.replay.holdings import Serving
 from compiled_kv.replay.player import ReplayFault, Step
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
 from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
+from compiled_kv.tracing.events import of_the_caller
 
 KINDS = ("story", "walk", "trace")
 
@@ -75,9 +77,17 @@ def command(
             except Exception as error:
                 if step is None:
                     raise
-                raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-                raise Refused(f"{step}, called as step(buffers, batch_size), raised {raised}") from None
+                raise Refused(f"{each}: {step}, called as step(buffers, batch_size), raised {told(error)}") from None
             click.echo(f"{each}: {report}")
+
+
+def told(error: Exception) -> str:
+    """What was raised, and where in the step; with what to do if the step serves another mode."""
+    said = str(error).strip().splitlines()[:1] or [""]
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    place = of_the_caller(frames)
+    where = f", at {place[0]}:{place[1]}" if place else ""
+    return f"{type(error).__name__}: {said[0]}{where} (--mode plays only what the step serves)"
 
 
 @contextmanager

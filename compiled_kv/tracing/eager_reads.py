@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from compiled_kv.tracing.events import TORCH, running
 from compiled_kv.tracing.reads import READS, aten
@@ -59,11 +60,21 @@ def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
             reads.append(EagerRead("aten._local_scalar_dense", *place))
         return before(tensor, **given)
 
+    def formatted(tensor: Any, spec: str) -> str:
+        """A fake tensor would take no format, `:.2f` say, where a real one of a single number is read."""
+        if type(tensor) is not FakeTensor or tensor.dim() or not spec:
+            return with_format(tensor, spec)
+        if tensor.device.type != "cpu" and (place := _place()):
+            reads.append(EagerRead("aten._local_scalar_dense", *place))
+        return format(1.0 if tensor.dtype.is_floating_point else 1, spec)
+
+    with_format = Tensor.__format__
     torch._tensor_str._str = torch._dynamo.disable(text)  # type: ignore[assignment]
+    Tensor.__format__ = torch._dynamo.disable(formatted)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch._tensor_str._str = before
+        torch._tensor_str._str, Tensor.__format__ = before, with_format  # type: ignore[method-assign]
 
 
 def _formatting_frame() -> tuple[str, int] | None:

@@ -20,6 +20,8 @@ import torch
 TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision's files are no files of torch's
 _OWN = str(Path(__file__).parent.parent)
 _PYTHON = sysconfig.get_path("stdlib")
+# What a person typed has no file, and is that person's all the same.
+_TYPED = ("<stdin>", "<ipython-input")
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 
@@ -115,7 +117,7 @@ def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
         name, line = frame.f_code.co_filename, frame.f_lineno
         if any(text in name for text in generated):
             return None
-        if name.startswith("<"):
+        if name.startswith("<") and not name.startswith(_TYPED):
             nowhere = nowhere or (name, line)
         elif not (is_torchs_or_pythons(name) or name.startswith(own + os.sep)):
             return name, line
@@ -126,4 +128,4 @@ def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
 def is_torchs_or_pythons(file: str) -> bool:
     """Whether a file is of torch, of Python's standard library, or none at all."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return in_python or file.startswith((TORCH, "<"))
+    return in_python or file.startswith(TORCH) or (file.startswith("<") and not file.startswith(_TYPED))

@@ -108,7 +108,9 @@ class PagedCache(Cache):
 
     def _advance(self, batch_size: int, q_len: int) -> None:
         """Make room for `q_len` more tokens in every row, and tell the layers where."""
-        past = self.get_seq_length()
+        past, counts = self.get_seq_length(), [layer.get_seq_length() for layer in self.layers]
+        if any(count != past for count in counts):
+            raise ValueError(f"the forward pass before must have ended, got layers of {counts} tokens: call reset()")
         for holding in self.holdings:
             self.allocator.slide(holding, past)
         rows = self.reserve(batch_size, past + q_len)

@@ -53,10 +53,13 @@ def _check_rotation(config: Any, layout: ckv.KVLayout) -> None:
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     for rope in each:  # one, or one for each kind of layer
-        kind, bound = rope.get("rope_type") or "default", config.max_position_embeddings
+        kind = rope.get("rope_type") or "default"
+        if "dynamic" not in kind and kind != "longrope":
+            continue
+        bound = config.max_position_embeddings
         if kind == "longrope":
             bound = rope.get("original_max_position_embeddings", bound)
-        if ("dynamic" in kind or kind == "longrope") and layout.max_seqlen_k > bound:
+        if layout.max_seqlen_k > bound:
             raise ValueError(
                 f"layout must hold at most {bound} tokens a row for a model with {kind} rotation, got "
                 f"{layout.max_seqlen_k}: beyond, the longest row of a batch would change the others' frequencies"
