@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_kv.checks import Sizes, check_int, check_map, check_token_pool
+from compiled_kv.checks import Sizes, check_bool, check_int, check_map, check_token_pool
 from compiled_kv.layout import KVLayout
 from compiled_kv.loading import LoadedInputs
 from compiled_kv.metadata_parts import DecodeMetadata
@@ -66,6 +66,8 @@ class DecodeBuffers(LoadedInputs):
         check_token_pool(sizes, req_to_token, layout)
         check_int("max_batch_size", max_batch_size, 1)
         check_int("q_len", q_len, 1)
+        check_bool("ragged", ragged)
+        check_bool("given_slots", given_slots)
         check_int("seq_len_delta", seq_len_delta, 0, layout.max_seqlen_k)
         check_int("pad_seqlen", pad_seqlen, 0, layout.max_seqlen_k)
         check_map(sizes, full_to_swa, page_map)

@@ -98,6 +98,11 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> Non
         raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
 def check_tuple(name: str, value: Any, fields: Sequence[str]) -> None:
     """Require a tuple of as many entries as there are `fields`."""
     if not isinstance(value, tuple):

@@ -216,6 +216,8 @@ def test_bad_batch_is_refused_by_name_before_any_write(mode: str, batch: DecodeB
     [
         ({"max_batch_size": 0}, "max_batch_size must be at least 1, got 0"),
         ({"q_len": 0}, "q_len must be at least 1, got 0"),
+        ({"ragged": torch.ones(2)}, "ragged must be a bool, got Tensor"),
+        ({"given_slots": 1}, "given_slots must be a bool, got int"),
         ({"seq_len_delta": -1}, "seq_len_delta must be at least 0, got -1"),
         ({"pad_seqlen": 29}, "pad_seqlen must be at most 28, got 29"),
         ({"full_to_swa": MAP, "page_map": MAP}, "at most one of full_to_swa and page_map may be given, got both"),
@@ -225,7 +227,7 @@ def test_bad_batch_is_refused_by_name_before_any_write(mode: str, batch: DecodeB
 )
 def test_bad_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"req_to_token": POOL, "max_batch_size": 4, **changes}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         DecodeBuffers(LAYOUT, **given)
 
 

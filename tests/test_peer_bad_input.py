@@ -84,7 +84,7 @@ def good(operator: str) -> dict[str, Any]:
     raise AssertionError(operator)
 
 
-def into(**fields: Tensor | None) -> Callable[[EngineMetadata], EngineMetadata]:
+def into(**fields: Any) -> Callable[[EngineMetadata], EngineMetadata]:
     return lambda buffers: buffers._replace(**fields)
 
 
@@ -92,6 +92,9 @@ def into(**fields: Tensor | None) -> Callable[[EngineMetadata], EngineMetadata]:
 BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "float-lengths": ("write_metadata", {"seq_lens": ints(3).float()}, TypeError, "seq_lens must be int32 or int64, got float32"),
     "out-of-another-kind": ("write_metadata", {"out": (out(3),)}, TypeError, "out must be an EngineMetadata, got tuple"),
+    "table-of-no-tensor": ("write_metadata", {"out": into(page_table=3)}, TypeError, "out.page_table must be a tensor, got int"),
+    "slots-of-no-tensor": ("group_slot_mappings", {"out": 5, "num_tokens": 6}, TypeError, "out must be a tensor, got int"),
+    "counted-in-words": ("place_tokens_", {"counted": "x"}, TypeError, "counted must be a bool, got str"),
     "too-few-lengths": ("write_metadata", {"out": into(cache_seqlens=out(2))}, ValueError, "out.cache_seqlens must have at least 3 entries, got 2"),
     "too-few-sums": ("write_metadata", {"out": into(cu_seqlens_k=out(3))}, ValueError, "out.cu_seqlens_k must have at least 4 entries, got 3"),
     "sums-of-int64": ("write_metadata", {"out": into(cu_seqlens_q=out(4, dtype=i64))}, TypeError, "out.cu_seqlens_q must be int32, got int64"),

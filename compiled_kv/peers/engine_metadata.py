@@ -138,7 +138,7 @@ def _check_out(sizes: Sizes, out: EngineMetadata, layout: KVLayout, width: int |
             check_least(f"out.{name}", tensor.shape[0], batch_size + entries, "entries")
     if width is not None:
         check_int("width", width, layout.max_num_pages)
-    elif out.page_table is not None and out.page_table.ndim == 2:
+    elif isinstance(out.page_table, Tensor) and out.page_table.ndim == 2:
         width = out.page_table.shape[1]
     for name in ("page_table", "swa_page_table"):
         if (tensor := getattr(out, name)) is not None:

@@ -171,9 +171,9 @@ def group_slot_mappings(
     if out is None:
         check_int("num_tokens", tokens, positions.shape[0])
         return torch.ops.compiled_kv.group_slot_mappings(*given, tokens, cp_size, cp_rank, cp_interleave)
-    if num_tokens is not None:
-        raise ValueError(f"num_tokens goes with a new result: out has its own {out.shape[-1]}, got {num_tokens}")
     sizes.check_output("out", out, INT64, "G", "N")
+    if num_tokens is not None:
+        raise ValueError(f"num_tokens goes with a new result: out has its own {out.shape[1]}, got {num_tokens}")
     check_least("out", out.shape[1], positions.shape[0], "columns", of="positions")
     check_distinct({"out": out}, dict(zip(INPUTS, given)))
     torch.ops.compiled_kv.group_slot_mappings_out(*given, out, cp_size, cp_rank, cp_interleave)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_kv import layout
 from compiled_kv import rows_cpu as cpu
-from compiled_kv.checks import INT32, INTS, Sizes, check_int, check_least
+from compiled_kv.checks import INT32, INTS, Sizes, check_bool, check_int, check_least
 from compiled_kv.launch import dependent_launch, device_function, kernel, launch, runs_kernel, stride_of, tl
 from compiled_kv.layout import ceil_div
 from compiled_kv.overlap import check_distinct, check_distinct_fake
@@ -137,6 +137,7 @@ def place_tokens_(
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape, device, strides or overlap is wrong; the text names it.
     """
+    check_bool("counted", counted)
     sizes = Sizes()
     sizes.check_output("positions", positions, INTS, "T")
     sizes.check("cu_seqlens_q", cu_seqlens_q, INTS, "B+1")
