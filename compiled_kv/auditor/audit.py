@@ -35,6 +35,7 @@ SEES_MOST, GOES_FURTHER = (False, True), (False, False)  # (fullgraph, scalars c
 CALLS = 3  # the first, and two more: a number that dynamo makes dynamic on the second call stays so on the third
 
 
+LONGEST = 160  # of a sentence of torch's, some of which list every tensor there is
 STAYS = (
     ": a plain tensor that a step closes over or names as a global stays on the CPU; hand it over as an argument, or "
     "keep it in a module"
@@ -149,4 +150,5 @@ def _report(graphs: Graphs, findings: list[Finding]) -> Report:
 
 
 def _text(error: BaseException) -> str:
-    return breaks.first_sentence(str(error)) or type(error).__name__
+    said = breaks.first_sentence(str(error)) or type(error).__name__
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."

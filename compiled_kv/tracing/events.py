@@ -76,7 +76,7 @@ def recompiles() -> list[Recompile]:
 def _recompile(code: Any, reason: str) -> Recompile:
     guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
     if frames := frames_in(reason):
-        return Recompile(guard, *frames[-1])
+        return Recompile(guard, *(of_the_caller(frames) or frames[-1]))
     short = _SHORT_PLACE.search(reason)
     known = short is not None and code.co_filename.endswith(short[1])  # it may be a file of torch's
     return Recompile(guard, code.co_filename, int(short[2]) if short and known else code.co_firstlineno)
