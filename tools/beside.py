@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from compiled_kv.bench.cells import QUICK, Cell, default_cells, full_cells  # noqa: E402
 from compiled_kv.bench.inputs import make_inputs  # noqa: E402
-from compiled_kv.bench.run import SETS, to_time  # noqa: E402
-from compiled_kv.bench.timing import interleave, interleave_on_host, paired_ratio, summary  # noqa: E402
+from compiled_kv.bench.run import SETS, take_turns, to_time  # noqa: E402
+from compiled_kv.bench.timing import paired_ratio, summary  # noqa: E402
 
 PACKAGE = "compiled_kv"
 OURS = ("ours", "ours-clear", "incremental")
@@ -83,10 +83,7 @@ def times(
             if each in running and (each in OURS or tree == first):
                 check(own, each, running[each], 0)
                 timed[tree, each] = to_time(running[each], own)
-    if device.type == "cuda":
-        interleave(timed, rounds)
-    else:
-        interleave_on_host(timed, rounds)
+    take_turns(timed, device, rounds)
     return {key: each.samples for key, each in timed.items()}
 
 
@@ -103,15 +100,15 @@ def main(
     if not quick and not torch.cuda.is_available():
         raise click.UsageError("timings need a CUDA device; --quick runs a corner on any machine")
     device = torch.device("cpu" if quick else "cuda")
+    chosen = [cell for cell in default_cells() if match is not None and match in cell.name]
+    chosen += [cell for cell in full_cells() if cell.name in names and cell not in chosen]
+    if not (quick or chosen) or len(set(trees)) < len(trees) or set(names) - {cell.name for cell in chosen}:
+        raise click.UsageError("give each tree once, and cells that there are: --cell NAME, or --match TEXT")
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         known = {tree: f"tree{index}_{PACKAGE}" for index, tree in enumerate(trees)}
         for tree, name in known.items():
             copied(tree, name, Path(folder))
-        chosen = [cell for cell in default_cells() if match is not None and match in cell.name]
-        chosen += [cell for cell in full_cells() if cell.name in names and cell not in chosen]
-        if not (quick or chosen) or len(known) < len(trees) or set(names) - {cell.name for cell in chosen}:
-            raise click.UsageError("give each tree once, and cells that there are: --cell NAME, or --match TEXT")
         for cell in QUICK if quick else chosen:
             show(cell.name, trees[0], times(cell, known, wanted, device, rounds))
             if device.type == "cuda":

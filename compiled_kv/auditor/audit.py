@@ -33,8 +33,6 @@ RULES: tuple[Callable[[Graphs], Any], ...] = (
 ANYWHERE = (breaks.graph_break, breaks.stopped, hazards.host_read)  # rules that hold on any device
 SEES_MOST, GOES_FURTHER = (False, True), (False, False)  # (fullgraph, scalars captured)
 CALLS = 3  # the first, and two more: a number that dynamo makes dynamic on the second call stays so on the third
-
-
 LONGEST = 160  # of a sentence of torch's, some of which list every tensor there is
 STAYS = (
     ": a plain tensor that a step closes over or names as a global stays on the CPU; hand it over as an argument, or "

@@ -33,11 +33,16 @@ def run_cell(cell: Cell, device: torch.device, rounds: int, trace: Path | None =
         for name, contender in running.items():
             check(given, name, contender, index, known)
     timed = {name: to_time(contender, given) for name, contender in running.items()}
+    take_turns(timed, device, rounds)
+    return {**cell.to_dict(), "live_pages": given.live_pages, **judged(running, timed)}
+
+
+def take_turns(timed: dict[Any, Timed], device: torch.device, rounds: int) -> None:
+    """Fill in everyone's samples, on the clock of what they run on."""
     if device.type == "cuda":
         interleave(timed, rounds)
     else:
         interleave_on_host(timed, rounds)
-    return {**cell.to_dict(), "live_pages": given.live_pages, **judged(running, timed)}
 
 
 def to_time(contender: Contender, given: Inputs) -> Timed:

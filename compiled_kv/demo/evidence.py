@@ -7,7 +7,6 @@ once it is captured: what serves then are replays.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, fx
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.replay.graphs import DecodeGraphs
-from compiled_kv.replay.steps import LIMIT
+from compiled_kv.replay.steps import room
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.reads import host_reads
 
@@ -39,7 +38,9 @@ class Compiled:
         self.calls = self.graph_calls = 0
         if backend is not None:
             self._compile = torch._dynamo.lookup_backend(backend)
-            self._run = torch.compile(run, fullgraph=True, dynamic=True, backend=self._backend, **_own_limit())
+            # Steps of one class share their code, and with it a limit of recompiles, unless torch can tell them apart.
+            apart = room("isolate_recompiles", True)
+            self._run = torch.compile(run, fullgraph=True, dynamic=True, backend=self._backend, **apart)
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
@@ -115,14 +116,6 @@ class ServedStep:
         served = 0 if self.graphs.on_cuda else self.served
         beyond = {p.name: p.calls - self._warm[p] - times * served for p, times in self.parts.items()}
         return {name: count for name, count in beyond.items() if count}
-
-
-def _own_limit() -> dict[str, Any]:
-    """Steps of one class share their code, and with it a limit of recompiles, unless torch can tell them apart."""
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        return {"isolate_recompiles": True}
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LIMIT)
-    return {}
 
 
 def _namespace(node: fx.Node) -> str:

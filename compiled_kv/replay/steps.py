@@ -21,7 +21,7 @@ def check_callable(decode_step: Any) -> None:
 def compiled(step: Callable[..., Any], backend: str) -> Callable[..., Any]:
     if INTERPRETED or hasattr(step, "_torchdynamo_orig_callable") or isinstance(step, torch._dynamo.OptimizedModule):
         return step
-    return torch.compile(step, fullgraph=True, dynamic=True, backend=backend, **_limit())
+    return torch.compile(step, fullgraph=True, dynamic=True, backend=backend, **room("recompile_limit", LIMIT))
 
 
 def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,10 +31,11 @@ def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(step, "_torchdynamo_orig_callable", step)  # type: ignore[no-any-return]
 
 
-def _limit() -> dict[str, Any]:
-    """Room for more buffers in one process than torch lets a function be compiled for: they all call one `metadata`."""
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return {"recompile_limit": LIMIT}
+def room(option: str, value: Any) -> dict[str, Any]:
+    """What torch.compile is told so that there is room for more buffers, or steps of one class, in one process than it
+    compiles a function for: all share the code. A torch that does not know the option has its limit raised."""
+    if option in inspect.signature(torch.compile).parameters:
+        return {option: value}
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LIMIT)
     return {}
 

@@ -41,13 +41,18 @@ def recording_mode(reads: list[EagerRead], device: torch.device | None = None) -
         if (waits or _leaves_device(func, args, kwargs)) and (place := _place()):
             reads.append(EagerRead(f"{func.namespace}.{func._opname}", *place))
         if func is aten._local_scalar_dense.default:
-            return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+            return _one(args[0].dtype)
         if func in _STAND_INS:
             return _STAND_INS[func](*args, **kwargs)
         return type(mode).dispatch(mode, func, types, args, kwargs)
 
     mode.dispatch = recording  # type: ignore[method-assign]
     return mode
+
+
+def _one(dtype: torch.dtype) -> bool | float | int:
+    """The value that is made up for a number of this dtype."""
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 @contextmanager
@@ -66,7 +71,7 @@ def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
             return with_format(tensor, spec)
         if tensor.device.type != "cpu" and (place := _place()):
             reads.append(EagerRead("aten._local_scalar_dense", *place))
-        return format(1.0 if tensor.dtype.is_floating_point else 1, spec)
+        return format(_one(tensor.dtype), spec)
 
     with_format = Tensor.__format__
     torch._tensor_str._str = torch._dynamo.disable(text)  # type: ignore[assignment]

@@ -117,7 +117,7 @@ def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
         name, line = frame.f_code.co_filename, frame.f_lineno
         if any(text in name for text in generated):
             return None
-        if name.startswith("<") and not name.startswith(_TYPED):
+        if _is_nowhere(name):
             nowhere = nowhere or (name, line)
         elif not (is_torchs_or_pythons(name) or name.startswith(own + os.sep)):
             return name, line
@@ -128,4 +128,8 @@ def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
 def is_torchs_or_pythons(file: str) -> bool:
     """Whether a file is of torch, of Python's standard library, or none at all."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return in_python or file.startswith(TORCH) or (file.startswith("<") and not file.startswith(_TYPED))
+    return in_python or file.startswith(TORCH) or _is_nowhere(file)
+
+
+def _is_nowhere(file: str) -> bool:
+    return file.startswith("<") and not file.startswith(_TYPED)

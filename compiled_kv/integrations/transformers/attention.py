@@ -20,13 +20,13 @@ from compiled_kv.models.pools import attention
 
 NAME = "compiled_kv"
 # What some models hand to their attention that would change its result.
-UNSERVED = ("sinks", "indices", "block_indices")
+UNSERVED = ("position_bias", "sinks", "indices", "block_indices")
 
 
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, **kwargs: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention over the keys of the cache: query [B, H, Q, D], key and value [B, H_kv, K, D] -> [B, Q, H, D_value].
 
@@ -40,8 +40,8 @@ def paged_attention(
     """
     if dropout:
         raise ValueError(f"dropout must be 0 over a cache, got {dropout}: call model.eval()")
-    for name, given in {"position_bias": position_bias, **{name: kwargs.get(name) for name in UNSERVED}}.items():
-        if given is not None:
+    for name in UNSERVED:
+        if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None, got a tensor: {type(module).__name__} has no paged attention")
     if attention_mask is None and getattr(module, "is_causal", True):
         raise ValueError(f"attention_mask must be given in causal attention, got None in {type(module).__name__}")
