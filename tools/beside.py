@@ -73,12 +73,13 @@ def times(
 ) -> dict[tuple[str, str], list[float]]:
     """Microseconds a call, by tree and contender; each is checked before anything is timed."""
     given = make_inputs(cell, device, SETS if device.type == "cuda" else 1)
-    first, timed = next(iter(trees)), {}
+    first, timed, kept = next(iter(trees)), {}, []  # a graph does not keep the tensors that it writes
     for tree, name in trees.items():
         layout = importlib.import_module(name).KVLayout(**dataclasses.asdict(given.layout))
         own = dataclasses.replace(given, layout=layout)
         check = importlib.import_module(f"{name}.bench.expected").check
         running = importlib.import_module(f"{name}.bench.contenders").contenders(own)
+        kept.append(running)
         for each in wanted:
             if each in running and (each in OURS or tree == first):
                 check(own, each, running[each], 0)
