@@ -136,27 +136,29 @@ def fill_at_once(
 @device_function
 def fill_turns(
     slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-    first, live, part, parts, status_ptr,
+    first, live, begin, step, status_ptr,
     PAGE_SIZE: tl.constexpr, PAGE_MAP: tl.constexpr, UNIT_STRIDE: tl.constexpr, DEBUG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write columns [0, live) of one row, `parts` programs taking turns; `slot` are those of the first turn."""
-    for begin in range(part * BLOCK, live, parts * BLOCK):
-        if swa_ptr is not None:
-            # A turn ahead, while slots are looked up in the map; none past the last turn, whose difference might wrap.
+    """Write those columns of one row before `live` that are a program's own: BLOCK from `begin` on, whose slots are
+    `slot`, and as many every `step` columns. With AHEAD slots are loaded a turn ahead, while others are looked up in
+    the map."""
+    for column in range(begin, live, step):
+        if AHEAD:
+            # None past the last turn, whose difference might wrap.
             coming = slots_of_columns(
-                pool_ptr, pool_stride, pool_width, start, is_live, live, tl.minimum(begin + parts * BLOCK, live),
+                pool_ptr, pool_stride, pool_width, start, is_live, live, tl.minimum(column + step, live),
                 PAGE_SIZE, UNIT_STRIDE, BLOCK,
             )  # fmt: skip
-        elif begin != part * BLOCK:
+        elif column != begin:
             slot = slots_of_columns(
-                pool_ptr, pool_stride, pool_width, start, is_live, live, begin, PAGE_SIZE, UNIT_STRIDE, BLOCK
+                pool_ptr, pool_stride, pool_width, start, is_live, live, column, PAGE_SIZE, UNIT_STRIDE, BLOCK
             )
         write_columns(
-            slot, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, begin, status_ptr,
+            slot, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size, first, live, column, status_ptr,
             PAGE_SIZE, PAGE_MAP, DEBUG, BLOCK,
         )  # fmt: skip
-        if swa_ptr is not None:
+        if AHEAD:
             slot = coming
 
 
@@ -182,7 +184,8 @@ def fill_row(
         )
         fill_turns(
             slot, pool_ptr, pool_stride, pool_width, start, is_live, page_ptr, swa_ptr, map_ptr, map_stride, map_size,
-            first, live, part, parts, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+            first, live, part * BLOCK, parts * BLOCK, status_ptr,
+            PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, map_ptr is not None, BLOCK,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ find the same cut from the lengths alone, and a batch without long rows costs a 
 
 from __future__ import annotations
 
-from compiled_kv.columns_triton import fill_block
+from compiled_kv.columns_triton import fill_turns, slots_of_columns
 from compiled_kv.launch import constexpr, device_function, tl
 from compiled_kv.rows_triton import (
     clamped_length,
@@ -115,33 +115,48 @@ def help_long_rows(
         rows += found & UNSIGNED_MAX
         longest = tl.maximum(longest, tl.max(count, 0))
     own = _own(blocks, rows, longest, parts, helpers, TURNS)
-    turn = helper
-    for begin in range(0, active, SCAN):
+    # A row is found once for all of a helper's turns over it. One loop, for with a loop in a loop the addresses of its
+    # lanes are kept, and spilled.
+    turn, begin = tl.zeros([], tl.int64) + helper, tl.zeros([], tl.int32)
+    while begin < active:
         row = begin + tl.arange(0, SCAN)
         seq_lens = tl.load(seq_lens_ptr + row.to(tl.int64) * seq_stride, mask=row < active, other=0)
         indices = tl.load(req_pool_indices_ptr + row.to(tl.int64) * index_stride, mask=row < active, other=-1)
         count = _blocks(seq_lens, indices.to(tl.int64), pool_rows, delta, cap, width, PAGE_SIZE, BLOCK)
         left = tl.where(count > parts * TURNS, tl.maximum(count - own, 0), 0).to(tl.int32)
-        ends = tl.cumsum(left, 0)
         total = tl.sum(left, 0)
-        for block in range(turn, total, helpers):
-            before = _sums(left, ends <= block)
-            helped = begin + (before & UNSIGNED_MAX)
+        if turn < total:
+            before = _sums(left, tl.cumsum(left, 0) <= turn)
+            helped, others = begin + (before & UNSIGNED_MAX), before >> 32
             pool_row = tl.load(req_pool_indices_ptr + helped * index_stride).to(tl.int64)
             seq_len = tl.load(seq_lens_ptr + helped * seq_stride)
+            live = live_columns(seq_len, pool_row, pool_rows, delta, cap, width, PAGE_SIZE)
+            pool_row_ptr, is_live = req_to_token_ptr + pool_row * pool_row_stride, helped >= 0
+            column = (own + turn - others) * BLOCK
+            end = others + pages_of(live, BLOCK) - own
+            is_last = end == total
+            slot = slots_of_columns(
+                pool_row_ptr, pool_stride, pool_width, 0, is_live, live, column, PAGE_SIZE, UNIT_STRIDE, BLOCK
+            )
             queries = tl.zeros([], tl.int64) + q_len
             if q_lens_ptr is not None:
                 queries = clamped_queries(tl.load(q_lens_ptr + helped * q_stride).to(tl.int64))
             swa_row_ptr = None
             if swa_page_table_ptr is not None:
                 swa_row_ptr = swa_page_table_ptr + helped * swa_row_stride
-            length = clamped_length(seq_len, delta, cap)
-            fill_block(
-                req_to_token_ptr + pool_row * pool_row_stride, pool_stride, pool_width, 0, helped >= 0,
+            # With a map, columns of more tokens leave no registers for a turn ahead.
+            fill_turns(
+                slot, pool_row_ptr, pool_stride, pool_width, 0, is_live,
                 page_table_ptr + helped * page_row_stride, swa_row_ptr, map_ptr, map_stride, map_size,
-                first_column(length, queries, window, PAGE_SIZE, WINDOWED),
-                live_columns(seq_len, pool_row, pool_rows, delta, cap, width, PAGE_SIZE),
-                (own + block - (before >> 32)) * BLOCK, status_ptr, PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+                first_column(clamped_length(seq_len, delta, cap), queries, window, PAGE_SIZE, WINDOWED),
+                live, column, helpers.to(tl.int64) * BLOCK, status_ptr,
+                PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, (map_ptr is None) or (PAGE_SIZE < 8), BLOCK,
             )  # fmt: skip
-        behind = total - turn
-        turn = tl.where(behind > 0, (helpers - behind % helpers) % helpers, -behind)
+            # Once for the last of these rows: lengths are not looked at again, for most helpers have no further row.
+            turn += (end - turn + helpers - 1) // helpers * helpers
+            if is_last:
+                turn -= end
+                begin += SCAN
+        else:
+            turn -= total
+            begin += SCAN

@@ -172,8 +172,8 @@ def decode_metadata_kernel(
             first = first_column(length, queries, window, PAGE_SIZE, WINDOWED)
             fill_turns(
                 taken, pool_row_ptr, pool_stride, pool_width, 0, is_live, page_row_ptr, swa_row_ptr, map_ptr,
-                map_stride, map_size, first, end, part, parts, status_ptr,
-                PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, BLOCK,
+                map_stride, map_size, first, end, part * BLOCK, parts * BLOCK, status_ptr,
+                PAGE_SIZE, PAGE_MAP, UNIT_STRIDE, DEBUG, not EARLY, BLOCK,
             )  # fmt: skip
             _finish_row(
                 None, None, pool_row_ptr, pool_stride, slots_ptr, slots_stride, room, page_row_ptr, swa_row_ptr,

@@ -33,9 +33,9 @@ FINE_PROGRAMS = 528
 FINE_MAPPED_PROGRAMS = 660
 FINE_PARTS = 132
 # Columns a program after which a row is long; programs that help with what follows, about one for four
-# multiprocessors, among which the others stay evenly spread, and columns they take at a time: their lanes cost the
-# registers of every program. With pages of few tokens a column takes less time: a row is long later, and twice as
-# many help. All for WARPS warps.
+# multiprocessors, among which the others stay evenly spread, and columns they take at a time, so few that long rows of
+# larger pages are enough for all of them. With pages of few tokens a column takes less time: a row is long later, twice
+# as many help, and they take as many columns as others do. All for WARPS warps.
 LONG = 1024
 HELPERS = 32
 SHARED = 512
@@ -71,14 +71,16 @@ def split_rows(batch_size: int, width: int, page_size: int, is_mapped: bool, has
     is_fine = int(page_size) < 8  # a symbol in a dynamic trace; a kernel is compiled for each page size in any case
     warps = FINE_WARPS if is_fine else WARPS
     times = warps // WARPS
-    block, short, long, shared = times * (1 if is_mapped else 2) * BLOCK, times * LEAST, times * LONG, times * SHARED
+    block, short, long, shared = times * (1 if is_mapped else 2) * BLOCK, times * LEAST, times * LONG, SHARED
     parts, most = programs_a_row(batch_size, width, short, PROGRAMS // times), HELPERS
     if is_fine:
-        long, most = (2 if is_mapped else 8) * long, 2 * HELPERS
+        long, most, shared = (2 if is_mapped else 8) * long, 2 * HELPERS, block
         programs = FINE_MAPPED_PROGRAMS if is_mapped else FINE_PROGRAMS
         parts = torch.sym_max(parts, torch.sym_min(programs_a_row(batch_size, width, block, programs), FINE_PARTS))
+    if not has_unit_stride:
+        block, shared = block // 2, shared // 2
     helpers = torch.sym_min(most, batch_size * ceil_div(torch.sym_max(width - parts * long, 0), shared))
-    return Split(block if has_unit_stride else block // 2, short, parts, long, shared, helpers, warps)
+    return Split(block, short, parts, long, shared, helpers, warps)
 
 
 def reciprocal_of(batch_size: int) -> int:

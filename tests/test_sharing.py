@@ -117,7 +117,8 @@ def _last_turn_kernel(pool_ptr, map_ptr, page_ptr, swa_ptr, width, part, parts, 
     is_live = parts < 0  # never
     fill_turns(
         tl.zeros([BLOCK], tl.int32), pool_ptr, 1, width, 0, is_live, page_ptr - part * BLOCK, swa_ptr - part * BLOCK,
-        map_ptr, 1, 1, tl.zeros([], tl.int32), width, part, parts, None, 1, False, True, False, BLOCK,
+        map_ptr, 1, 1, tl.zeros([], tl.int32), width, part * BLOCK, parts * BLOCK, None,
+        1, False, True, False, True, BLOCK,
     )  # fmt: skip
 
 
