@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from compiled_kv.bench.cells import QUICK, Cell, default_cells, full_cells  # noqa: E402
 from compiled_kv.bench.inputs import make_inputs  # noqa: E402
-from compiled_kv.bench.run import SETS, take_turns, to_time  # noqa: E402
+from compiled_kv.bench.run import sets_of, take_turns, to_time  # noqa: E402
 from compiled_kv.bench.timing import paired_ratio, summary  # noqa: E402
 
 PACKAGE = "compiled_kv"
@@ -72,14 +72,13 @@ def times(
     cell: Cell, trees: dict[str, str], wanted: tuple[str, ...], device: torch.device, rounds: int
 ) -> dict[tuple[str, str], list[float]]:
     """Microseconds a call, by tree and contender; each is checked before anything is timed."""
-    given = make_inputs(cell, device, SETS if device.type == "cuda" else 1)
-    first, timed, kept = next(iter(trees)), {}, []  # a graph does not keep the tensors that it writes
+    given = make_inputs(cell, device, sets_of(cell, device))
+    first, timed = next(iter(trees)), {}
     for tree, name in trees.items():
         layout = importlib.import_module(name).KVLayout(**dataclasses.asdict(given.layout))
         own = dataclasses.replace(given, layout=layout)
         check = importlib.import_module(f"{name}.bench.expected").check
         running = importlib.import_module(f"{name}.bench.contenders").contenders(own)
-        kept.append(running)
         for each in wanted:
             if each in running and (each in OURS or tree == first):
                 check(own, each, running[each], 0)

@@ -55,7 +55,7 @@ def schedule(device: torch.device, rounds: int) -> list[dict[str, Any]]:
                 wanted = reference.flashmla_schedule(lengths[index].cpu(), num_sm_parts=PARTS)
                 if not all(torch.equal(a.cpu(), b) for a, b in zip(out, wanted)):
                     raise AssertionError(f"schedule, {name}: differs at batch {batch}, length {length}")
-        timed = {name: Timed(captured(step, 16), 16) for name, step in steps.items()}
+        timed = {name: captured(step, 16) for name, step in steps.items()}
         interleave(timed, rounds)
         times = {name: summary(each.samples) for name, each in timed.items()}
         results.append({"batch": batch, "length": length, "parts": PARTS, "times": times})
@@ -129,7 +129,7 @@ def host(device: torch.device, rounds: int) -> dict[str, Any]:
         "operator, eager": eager,
         "operator, compiled": lambda: compiled(given.req_to_token, rows, seq_lens),
         'mode="reduce-overhead"': reduced,
-        "replay of a captured graph": captured(lambda _: eager(), 1),
+        "replay of a captured graph": captured(lambda _: eager(), 1).run,
         "gather, eager": lambda: baselines_torch.gather(*torch_only, width),
         "gather to the longest, with its host read": lambda: baselines_torch.gather_to_longest(*torch_only),
         "the host read alone": lambda: seq_lens.max().item(),

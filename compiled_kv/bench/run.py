@@ -24,9 +24,7 @@ MANY_ENTRIES = 1 << 22  # a batch of more table entries takes long enough to be 
 
 def run_cell(cell: Cell, device: torch.device, rounds: int, trace: Path | None = None) -> dict[str, Any]:
     """Check and time everyone; microseconds a call."""
-    entries = cell.live_tokens // cell.page_size * (1 if cell.swa == "off" else 2)
-    sets = FEW_SETS if entries > MANY_ENTRIES or device.type == "cpu" else SETS
-    given = make_inputs(cell, device, sets, trace)
+    given = make_inputs(cell, device, sets_of(cell, device), trace)
     running = contenders(given)
     for index in (0, given.sets - 1):
         known: Known = {}
@@ -35,6 +33,12 @@ def run_cell(cell: Cell, device: torch.device, rounds: int, trace: Path | None =
     timed = {name: to_time(contender, given) for name, contender in running.items()}
     take_turns(timed, device, rounds)
     return {**cell.to_dict(), "live_pages": given.live_pages, **judged(running, timed)}
+
+
+def sets_of(cell: Cell, device: torch.device) -> int:
+    """How many batches of a cell a replay runs over."""
+    entries = cell.live_tokens // cell.page_size * (1 if cell.swa == "off" else 2)
+    return FEW_SETS if entries > MANY_ENTRIES or device.type == "cpu" else SETS
 
 
 def take_turns(timed: dict[Any, Timed], device: torch.device, rounds: int) -> None:
@@ -48,7 +52,7 @@ def take_turns(timed: dict[Any, Timed], device: torch.device, rounds: int) -> No
 def to_time(contender: Contender, given: Inputs) -> Timed:
     """All batches of `given`, as one thing to replay: on CUDA a graph."""
     if given.rows.is_cuda:
-        return Timed(captured(contender.step, given.sets), given.sets, contender.before)
+        return captured(contender.step, given.sets, contender.before)
 
     def run() -> None:
         for index in range(given.sets):

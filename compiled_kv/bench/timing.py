@@ -25,17 +25,19 @@ class Timed:
     before: Callable[[], None] | None = None
     rounds: int = ROUNDS
     samples: list[float] = field(default_factory=list)  # microseconds a call
+    kept: Any = None
+    """What must live as long: a graph does not keep the tensors that its kernels read and write."""
 
 
-def captured(step: Callable[[int], Any], sets: int) -> Callable[[], None]:
-    """A CUDA graph of `step(0) .. step(sets - 1)`; the step has been called before, so nothing compiles here."""
+def captured(step: Callable[[int], Any], calls: int, before: Callable[[], None] | None = None) -> Timed:
+    """A CUDA graph of `step(0) .. step(calls - 1)`; the step has been called before, so nothing compiles here."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        for index in range(sets):
+        for index in range(calls):
             step(index)
     torch.cuda.synchronize()
-    return graph.replay
+    return Timed(graph.replay, calls, before, kept=step)
 
 
 def interleave(timed: dict[str, Timed], rounds: int = ROUNDS) -> None:
