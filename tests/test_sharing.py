@@ -177,6 +177,37 @@ def test_what_lies_around_the_cut_is_written(columns: int, monkeypatch: pytest.M
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "columns",
+    [
+        (20, 4, 18, 40, 2, 32),  # what two rows leave, that lie in two looks at the lengths
+        (2, 4, 40, 32, 18, 20),  # in one look
+        (38, 2, 4, 37, 3, 38),  # and an uneven number of blocks each
+        (26, 2, 40, 2, 40, 2),  # one block alone, which one of them has no part in
+        (2, 40, 3, 2, 4, 1),  # one row for both helpers
+    ],
+)
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_helpers_go_on_from_row_to_row(
+    columns: tuple[int, ...], is_mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program a row; two helpers take two columns at a time, and look at two lengths at once."""
+    sizes = {"LEAST": 1, "BLOCK": 2, "LONG": 4, "SHARED": 2, "PROGRAMS": 6, "HELPERS": 2, "SCAN": 2}
+    take_small_sizes(monkeypatch, sizes)
+    layout = KVLayout(page_size=8, max_context_len=320)
+    pool = torch.arange(8, 8 + 6 * 320).view(6, 320).flip(0)
+    given: dict[str, Any] = {"full_to_swa": torch.arange(8 + 6 * 320).flip(0) // 8 * 8} if is_mapped else {}
+    call = pool, torch.arange(6), 8 * torch.tensor(columns)
+    found = decode_metadata(*call, layout=layout, **given)
+    wanted, _ = reference.decode_metadata(*call, layout=layout, **given)
+    assert split_rows(6, 40, 8, is_mapped=is_mapped, has_unit_stride=True)[2:6] == (1, 4, 2, 2)
+    assert cut([-(-count // 2) for count in columns], 1, 2) < max(columns) // 2
+    assert torch.equal(found.page_table, wanted.page_table)
+    if is_mapped:
+        assert torch.equal(found.swa_page_table, wanted.swa_page_table)
+
+
+@interpreted
 def test_nothing_is_read_past_the_last_turn_of_the_widest_row() -> None:
     parts = 2**29
     tables, nothing = torch.full((2, 4), 5, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
@@ -196,4 +227,4 @@ def test_interpreted_device_functions() -> None:
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0 and "27 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "37 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-2000:]
