@@ -651,6 +651,21 @@ def good(buffers, batch_size):
 def reads(buffers, batch_size):
     meta = buffers.metadata(batch_size)
     return meta.cache_seqlens.max().item()
+
+calls = []
+
+def counts_drafts(buffers, batch_size):
+    calls.append(None)
+    lengths = buffers.metadata(batch_size).cache_seqlens
+    return lengths + len(calls) if buffers.q_len == 4 else lengths
+
+def decodes(buffers, batch_size):
+    if buffers.q_len > 1:
+        raise NotImplementedError("one token a row")
+    return buffers.metadata(batch_size).cache_seqlens
+
+def reads_drafts(buffers, batch_size):
+    return reads(buffers, batch_size) if buffers.q_len == 4 else decodes(buffers, batch_size)
 """
 
 
@@ -681,20 +696,70 @@ def reads(buffers, batch_size):
 def test_command(
     arguments: list[str], status: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    testing = pytest.importorskip("click.testing")
-    from compiled_kv.replay.command import command
-
-    (tmp_path / "steps.py").write_text(STEPS_FILE)
     (tmp_path / "broken.py").write_text("def step(:\n")
     (tmp_path / "short.txt").write_text("join 20\nstep 0\n")
     (tmp_path / "idle.txt").write_text("step 0\nstep 0\n")
     (tmp_path / "joins.txt").write_text("join 20\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "steps", raising=False)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    ran = testing.CliRunner().invoke(command, [*arguments, "--eager"])
+    ran = replay(arguments, tmp_path, monkeypatch)
     assert ran.exit_code == status, ran.output
     assert shown in ran.output
+
+
+def replay(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command, run in `folder` beside the steps."""
+    testing = pytest.importorskip("click.testing")
+    from compiled_kv.replay.command import command
+
+    (folder / "steps.py").write_text(STEPS_FILE)
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "steps", raising=False)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    return testing.CliRunner().invoke(command, [*arguments, "--eager"])
+
+
+WHOLE = "3 of 3 scenarios, 10 steps, buckets [1, 2]: passed"  # 8 of the story, one of the walk, one of the trace
+RAISED = "0 of 3 scenarios, 0 steps, buckets [1, 2]: refused, the step raised NotImplementedError in story"
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "modes"),
+    [
+        ("good", 0, {"decode": WHOLE, "verify": WHOLE, "extend": WHOLE}),
+        (
+            "counts_drafts",
+            1,
+            {
+                "decode": WHOLE,
+                "verify": "0 of 3 scenarios, 0 steps, buckets [1, 2]: failed, wrong output in story",
+                "extend": WHOLE,
+            },
+        ),
+        ("decodes", 2, {"decode": WHOLE, "verify": RAISED, "extend": RAISED}),
+    ],
+    ids=["all", "all-but-one", "one"],
+)
+def test_command_says_of_each_mode_whether_it_passed(
+    step: str, status: int, modes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = replay([f"steps:{step}", "--steps", "1", "--batch", "2"], tmp_path, monkeypatch)
+    assert ran.exit_code == status, ran.output
+    said = [line for line in ran.stdout.splitlines() if " of 3 scenarios" in line]
+    assert said == [f"{mode}: {verdict}" for mode, verdict in modes.items()]
+
+
+def test_command_goes_on_behind_a_fault_which_weighs_more_than_a_mode_that_the_step_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = replay(["steps:reads_drafts", "--scenario", "story"], tmp_path, monkeypatch)
+    assert ran.exit_code == 1
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 2
+    assert errors[0].startswith("Error: verify: host read before the first step: the step calls Tensor.item at")
+    line = STEPS_FILE[: STEPS_FILE.index('"one token a row"')].count("\n") + 1
+    assert errors[1] == (
+        "Error: extend: steps:reads_drafts, called as step(buffers, batch_size), raised NotImplementedError: one token "
+        f"a row, at {tmp_path / 'steps.py'}:{line} (--mode plays only what the step serves)"
+    )
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["plain", "terminal"])
@@ -709,7 +774,9 @@ def test_command_says_what_takes_so_long_beside_its_output(
     monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
     command(["--scenario", "story", "--mode", "decode", "--eager"], standalone_mode=False)
     out, err = capsys.readouterr()
-    assert out.startswith("decode: story: 8 steps, 15 requests") and out.count("\n") == 1
+    scenario, mode = out.splitlines()
+    assert scenario.startswith("decode: story: 8 steps, 15 requests")
+    assert mode == "decode: 1 of 1 scenarios, 8 steps, buckets [1, 2, 4, 8]: passed"
     if terminal:
         assert "decode: story: playing" in err and err.endswith("\r\x1b[1A\x1b[2K")
     else:

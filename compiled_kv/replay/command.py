@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ import torch
 from compiled_kv.auditor.entry import EntryError, load
 from compiled_kv.replay.check import EmptyScenario, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
-from compiled_kv.replay.player import ReplayFault, Step
+from compiled_kv.replay.player import ReplayFault, ReplayReport, Step, powers_of_two
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
 from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
 from compiled_kv.tracing.events import of_the_caller
@@ -60,25 +61,49 @@ def command(
     """Replay the decode step MODULE:FUNCTION, called as step(buffers, batch_size), under scenarios that change its
     batch.
 
-    Without it, a step that is nothing but its metadata. Exit status: 0 no difference, 1 a fault, 2 bad input.
+    Without it, a step that is nothing but its metadata. The last line of each mode says whether it passed. Exit
+    status: 0 all did, 1 a fault, 2 bad input, or a step that raised.
     """
     decode_step = load_step(step) if step else metadata_step
     first = "capturing, then " if device != "cpu" else "" if eager else "compiling, then "
+    check = partial(check_replay, decode_step, device=device, backend=None if eager else "inductor")
+    statuses = []
     for each in MODES if mode == "all" else (mode,):
         given = serving(each, page_size=page_size, max_context_len=context, max_batch_size=batch, window=window)
-        for played in [read_events(events, given)] if events else make(scenario, given, steps, seed, file):
-            try:
-                with at_work(f"{each}: {played.name}: {first}playing"):
-                    report = check_replay(decode_step, played, device=device, backend=None if eager else "inductor")
-            except ReplayFault as fault:
-                raise click.ClickException(f"{each}: {fault}") from None
-            except EmptyScenario as error:
-                raise Refused(f"{each}: {error}") from None
-            except Exception as error:
-                if step is None:
-                    raise
-                raise Refused(f"{each}: {step}, called as step(buffers, batch_size), raised {told(error)}") from None
-            click.echo(f"{each}: {report}")
+        played = [read_events(events, given)] if events else make(scenario, given, steps, seed, file)
+        statuses.append(play_mode(each, played, check, step, f"{first}playing"))
+    if any(statuses):
+        raise SystemExit(1 if 1 in statuses else 2)
+
+
+def play_mode(
+    mode: str, scenarios: Sequence[Scenario], check: Callable[[Scenario], ReplayReport], step: str | None, work: str
+) -> int:
+    """Play the scenarios until one goes wrong, and say in a line how the mode went.
+
+    Returns:
+        The exit status: 0 no difference, 1 a fault, 2 the step raised.
+    """
+    reports: list[ReplayReport] = []
+    verdict, status = "passed", 0
+    try:
+        for scenario in scenarios:
+            with at_work(f"{mode}: {scenario.name}: {work}"):
+                reports.append(check(scenario))
+            click.echo(f"{mode}: {reports[-1]}")
+    except ReplayFault as fault:
+        click.ClickException(f"{mode}: {fault}").show()
+        verdict, status = f"failed, {fault.fault} in {fault.scenario.name}", 1
+    except EmptyScenario as error:
+        raise Refused(f"{mode}: {error}") from None
+    except Exception as error:
+        if step is None:
+            raise
+        Refused(f"{mode}: {step}, called as step(buffers, batch_size), raised {told(error)}").show()
+        verdict, status = f"refused, the step raised {type(error).__name__} in {scenarios[len(reports)].name}", 2
+    played, buckets = sum(report.steps for report in reports), powers_of_two(scenarios[0].serving.max_batch_size)
+    click.echo(f"{mode}: {len(reports)} of {len(scenarios)} scenarios, {played} steps, buckets {buckets}: {verdict}")
+    return status
 
 
 def told(error: Exception) -> str:
