@@ -7,17 +7,13 @@ from typing import Any
 
 import click
 
+from compiled_kv.misused import Misused
+
 COMMANDS = {
     "audit": "compiled_kv.auditor.command:command",
     "demo": "compiled_kv.demo.command:demo",
     "replay": "compiled_kv.replay.command:command",
 }
-
-
-class Misused(click.ClickException):
-    """A wrong command, option or value, or a command whose extra is missing: one line, exit status 2."""
-
-    exit_code = 2
 
 
 def missing(command: str, module: str | None) -> str:

@@ -19,12 +19,12 @@ PACKAGE = Path(__file__).parent.parent / "compiled_kv"
 # From the ground up; each may import those before it. All build on the base, the pieces of bodies are for operators.
 BASE = ("layout", "status", "checks", "overlap", "launch")
 GROUND = (*BASE, "sharing", "rows_cpu", "rows_triton", "columns_triton")
-TOOLS = {"auditor", "codegen", "goldens", "products", "tracing"}
+TOOLS = {"auditor", "codegen", "goldens", "misused", "products", "tracing"}
 # Replay drives the persistent buffers, whatever step reads them.
 REPLAY = {"replay"}
 OUTER = {"request_traces", "__init__", "__main__", "bench", "cli", "demo", "integrations", "models", "pytest_plugin"}
 ORACLES = {"reference", "reference_peers"}
-COMMANDS = {"auditor.command", "auditor.terminal", "replay.command"}
+COMMANDS = {"auditor.command", "auditor.terminal", "misused", "replay.command"}
 EXTRAS = {"transformers", "rich", "click", "matplotlib", "pytest"}
 
 FILES = {

@@ -12,12 +12,7 @@ from compiled_kv.auditor.audit import StepError, audit
 from compiled_kv.auditor.comparison import with_measured
 from compiled_kv.auditor.entry import EntryError, examples, load
 from compiled_kv.auditor.findings import SEVERITIES, Report
-
-
-class Refused(click.ClickException):
-    """Bad input: one line, exit status 2."""
-
-    exit_code = 2
+from compiled_kv.misused import Misused
 
 
 def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]:
@@ -66,14 +61,14 @@ def command(
         if not no_measure:
             report = _beside_the_device(report, entry, batch_sizes, dynamic, capture_scalars)
     except (EntryError, StepError, TypeError, ValueError) as error:
-        raise Refused(str(error)) from None
+        raise Misused(str(error)) from None
     if html:
         from compiled_kv.auditor.page import page
 
         try:
             html.write_text(page(report), encoding="utf-8")
         except OSError as error:
-            raise Refused(f"{html}: {error.strerror}") from None
+            raise Misused(f"{html}: {error.strerror}") from None
     _print(report, as_json)
     raise SystemExit(1 if report.at_least(fail_on) or not report.is_whole else 0)
 

@@ -11,11 +11,12 @@ import click
 import torch
 from rich.console import Console
 
-from compiled_kv.cli import Misused, missing
+from compiled_kv.cli import missing
 from compiled_kv.demo.progress import follow
 from compiled_kv.demo.report import show
 from compiled_kv.demo.serving import serve
 from compiled_kv.demo.workload import make_requests, plan
+from compiled_kv.misused import Misused
 from compiled_kv.models import NAMES, architecture
 from compiled_kv.request_traces import COLUMNS, Lengths, TraceError, read_trace, synthetic_trace
 

@@ -12,6 +12,7 @@ import click
 import torch
 
 from compiled_kv.auditor.entry import EntryError, load
+from compiled_kv.misused import Misused
 from compiled_kv.replay.check import EmptyScenario, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
 from compiled_kv.replay.player import ReplayFault, ReplayReport, Step, powers_of_two
@@ -20,12 +21,6 @@ from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
 from compiled_kv.tracing.events import of_the_caller
 
 KINDS = ("story", "walk", "trace")
-
-
-class Refused(click.ClickException):
-    """Bad input: one line, exit status 2."""
-
-    exit_code = 2
 
 
 def usable(_: click.Context, __: click.Parameter, name: str) -> str:
@@ -95,11 +90,11 @@ def play_mode(
         click.ClickException(f"{mode}: {fault}").show()
         verdict, status = f"failed, {fault.fault} in {fault.scenario.name}", 1
     except EmptyScenario as error:
-        raise Refused(f"{mode}: {error}") from None
+        raise Misused(f"{mode}: {error}") from None
     except Exception as error:
         if step is None:
             raise
-        Refused(f"{mode}: {step}, called as step(buffers, batch_size), raised {told(error)}").show()
+        Misused(f"{mode}: {step}, called as step(buffers, batch_size), raised {told(error)}").show()
         verdict, status = f"refused, the step raised {type(error).__name__} in {scenarios[len(reports)].name}", 2
     played, buckets = sum(report.steps for report in reports), powers_of_two(scenarios[0].serving.max_batch_size)
     click.echo(f"{mode}: {len(reports)} of {len(scenarios)} scenarios, {played} steps, buckets {buckets}: {verdict}")
@@ -138,7 +133,7 @@ def load_step(name: str) -> Step:
     try:
         return load(name)
     except EntryError as error:
-        raise Refused(str(error)) from None
+        raise Misused(str(error)) from None
 
 
 def make(kind: str, given: Serving, steps: int, seed: int, file: Path | None) -> list[Scenario]:
@@ -149,9 +144,9 @@ def make(kind: str, given: Serving, steps: int, seed: int, file: Path | None) ->
             try:
                 lengths = read_trace(file) if file else synthetic_trace(200, seed)
             except TraceError as error:
-                raise Refused(str(error)) from None
+                raise Misused(str(error)) from None
             except OSError as error:
-                raise Refused(f"{file}: {error.strerror}") from None
+                raise Misused(f"{file}: {error.strerror}") from None
             made.append(trace(given, [(row.context, row.generated) for row in lengths], steps))
         else:
             made.append(story(given) if each == "story" else walk(given, steps, seed))
@@ -163,6 +158,6 @@ def read_events(path: Path, given: Serving) -> Scenario:
     try:
         return Scenario(path.name, given, parse_events(path.read_text()))
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from None
+        raise Misused(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise Refused(f"{path}: {error}") from None
+        raise Misused(f"{path}: {error}") from None
