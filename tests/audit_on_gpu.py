@@ -22,7 +22,8 @@ from typing import Any
 from compiled_kv.auditor import audit
 from compiled_kv.auditor.apart import measure_apart
 from compiled_kv.auditor.comparison import WAITING
-from compiled_kv.auditor.measured import Measured, count, said
+from compiled_kv.auditor.errors import said
+from compiled_kv.auditor.measured import Measured, count
 from tests.audit_corpus.arguments import arguments
 from tests.audit_corpus.clean import CLEAN
 from tests.audit_corpus.hazards import HAZARDS

@@ -664,6 +664,12 @@ def decodes(buffers, batch_size):
         raise NotImplementedError("one token a row")
     return buffers.metadata(batch_size).cache_seqlens
 
+def lacks_a_size(buffers):
+    return buffers.metadata(1)
+
+def says_nothing(buffers, batch_size):
+    raise ValueError
+
 def reads_drafts(buffers, batch_size):
     return reads(buffers, batch_size) if buffers.q_len == 4 else decodes(buffers, batch_size)
 """
@@ -760,6 +766,22 @@ def test_command_goes_on_behind_a_fault_which_weighs_more_than_a_mode_that_the_s
         "Error: extend: steps:reads_drafts, called as step(buffers, batch_size), raised NotImplementedError: one token "
         f"a row, at {tmp_path / 'steps.py'}:{line} (--mode plays only what the step serves)"
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "raised"),
+    [
+        ("lacks_a_size", "TypeError: lacks_a_size() takes 1 positional argument but 2 were given"),
+        ("says_nothing", "ValueError, at {file}:{line}"),
+    ],
+)
+def test_command_places_an_error_in_the_step_alone(
+    step: str, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = replay([f"steps:{step}", "--mode", "decode"], tmp_path, monkeypatch)
+    line = STEPS_FILE[: STEPS_FILE.index("raise ValueError")].count("\n") + 1
+    where = raised.format(file=tmp_path / "steps.py", line=line)
+    assert f"batch_size), raised {where} (--mode plays only what the step serves)\n" in ran.stderr
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["plain", "terminal"])

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from compiled_kv.auditor.entry import EntryError, examples, load
-from compiled_kv.auditor.measured import Measured, said
+from compiled_kv.auditor.errors import said
+from compiled_kv.auditor.measured import Measured
 from compiled_kv.auditor.measuring import measure
 from compiled_kv.tracing.targets import Target
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
-from compiled_kv.auditor import breaks, hazards, places, state
+from compiled_kv.auditor import breaks, hazards, state
 from compiled_kv.auditor.comparison import UNDECIDED
+from compiled_kv.auditor.errors import where
 from compiled_kv.auditor.findings import Finding, Report, merge
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.graphs import Graphs, trace
@@ -94,10 +95,8 @@ def check_ran(traces: Sequence[Graphs]) -> None:
     raised = [_of_the_step(graphs) for graphs in traces]
     error = traces[0].stopped
     if None not in raised and error is not None:
-        place = places.of_step(error)
-        where = f", at {place[0]}:{place[1]}" if place else ""
         advice = STAYS if "found at least two devices" in str(raised[0]) else ""
-        raise StepError(f"the step raised {raised[0]}{where}{advice}") from error
+        raise StepError(f"the step raised {raised[0]}{where(error)}{advice}") from error
 
 
 def _of_the_step(graphs: Graphs) -> str | None:

@@ -100,9 +100,3 @@ def named(counted: Mapping[str, int] | None) -> str:
         return "unknown"
     names = (name if times == 1 else f"{name} x{times}" for name, times in counted.items())
     return f"{sum(counted.values())}: {', '.join(names)}" if counted else "none"
-
-
-def said(error: BaseException) -> str:
-    """The name and first line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")

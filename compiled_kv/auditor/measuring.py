@@ -14,7 +14,8 @@ import torch
 
 from compiled_kv.auditor.audit import CALLS
 from compiled_kv.auditor.device import Cuda, Run
-from compiled_kv.auditor.measured import Measured, said
+from compiled_kv.auditor.errors import said
+from compiled_kv.auditor.measured import Measured
 from compiled_kv.auditor.skips import skips_logged
 from compiled_kv.auditor.waits import raised_by_waiting, waits
 from compiled_kv.tracing.events import recompiles

@@ -11,7 +11,7 @@ from torch import fx
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.events import frames_in, of_the_caller
 
-_TRACING = str(Path(__file__).parent.parent / "tracing")
+_RUNNING = tuple(str(Path(__file__).parent.parent / part) for part in ("tracing", "replay"))  # parts that call a step
 
 Place = tuple[str, int]
 
@@ -31,7 +31,7 @@ def of_step(error: BaseException) -> Place | None:
     """The line of the step that raised `error`, which dynamo writes into its own errors; None where no frame is of it,
     as where the step got too few arguments."""
     place = of_text(str(error)) or of_traceback(error)
-    return None if place is None or place[0].startswith(_TRACING) else place
+    return None if place is None or place[0].startswith(_RUNNING) else place
 
 
 def of_node(node: fx.Node) -> Place:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_kv.auditor.device import Cuda, Run
-from compiled_kv.auditor.measured import Wait, said
+from compiled_kv.auditor.errors import said
+from compiled_kv.auditor.measured import Wait
 from compiled_kv.tracing.events import running
 
 _GENERATED = ("<eval_with_key>", "torchinductor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +11,13 @@ import click
 import torch
 
 from compiled_kv.auditor.entry import EntryError, load
+from compiled_kv.auditor.errors import said, where
 from compiled_kv.misused import Misused
 from compiled_kv.replay.check import EmptyScenario, check_replay, metadata_step
 from compiled_kv.replay.holdings import Serving
 from compiled_kv.replay.player import ReplayFault, ReplayReport, Step, powers_of_two
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
 from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
-from compiled_kv.tracing.events import of_the_caller
 
 KINDS = ("story", "walk", "trace")
 
@@ -94,20 +93,12 @@ def play_mode(
     except Exception as error:
         if step is None:
             raise
-        Misused(f"{mode}: {step}, called as step(buffers, batch_size), raised {told(error)}").show()
+        told = f"raised {said(error)}{where(error)} (--mode plays only what the step serves)"
+        Misused(f"{mode}: {step}, called as step(buffers, batch_size), {told}").show()
         verdict, status = f"refused, the step raised {type(error).__name__} in {scenarios[len(reports)].name}", 2
     played, buckets = sum(report.steps for report in reports), powers_of_two(scenarios[0].serving.max_batch_size)
     click.echo(f"{mode}: {len(reports)} of {len(scenarios)} scenarios, {played} steps, buckets {buckets}: {verdict}")
     return status
-
-
-def told(error: Exception) -> str:
-    """What was raised, and where in the step; with what to do if the step serves another mode."""
-    said = str(error).strip().splitlines()[:1] or [""]
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    place = of_the_caller(frames)
-    where = f", at {place[0]}:{place[1]}" if place else ""
-    return f"{type(error).__name__}: {said[0]}{where} (--mode plays only what the step serves)"
 
 
 @contextmanager
