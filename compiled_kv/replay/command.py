@@ -14,9 +14,9 @@ from compiled_kv.auditor.entry import EntryError, load
 from compiled_kv.auditor.errors import said, where
 from compiled_kv.misused import Misused
 from compiled_kv.replay.check import EmptyScenario, check_replay, metadata_step
-from compiled_kv.replay.holdings import Serving
 from compiled_kv.replay.player import ReplayFault, ReplayReport, Step, powers_of_two
 from compiled_kv.replay.scenarios import MODES, Scenario, parse_events, serving, story, trace, walk
+from compiled_kv.replay.serving import Serving
 from compiled_kv.request_traces import TraceError, read_trace, synthetic_trace
 
 KINDS = ("story", "walk", "trace")

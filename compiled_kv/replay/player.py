@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.replay.frozen import Places
 from compiled_kv.replay.graphs import DecodeGraphs
-from compiled_kv.replay.holdings import Planned, Serving
 from compiled_kv.replay.names import Difference
 from compiled_kv.replay.pools import apply, contents, make_pools
 from compiled_kv.replay.reference import Expected
 from compiled_kv.replay.reference_buffers import ReferenceBuffers, added_to
 from compiled_kv.replay.scenarios import Event, Scenario
 from compiled_kv.replay.scheduler import Scheduler, play
+from compiled_kv.replay.serving import Planned, Serving
 from compiled_kv.replay.watch import Different, DispatchReads, FunctionReads, naming, watched
 
 Step = Callable[..., Any]

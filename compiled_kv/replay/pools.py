@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay.holdings import NOWHERE, Serving, Write
+from compiled_kv.replay.holdings import Write
+from compiled_kv.replay.serving import NOWHERE, Serving
 
 
 def make_pools(given: Serving, device: torch.device) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from compiled_kv.layout import ceil_div
-from compiled_kv.replay.holdings import NOWHERE, Planned, RowState, Serving
 from compiled_kv.replay.names import SLOTS, TABLES, Difference, name_difference
+from compiled_kv.replay.serving import NOWHERE, Planned, RowState, Serving
 
 NOBODY = [-1, 0, 0, 0, 0]
 

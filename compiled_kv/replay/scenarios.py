@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from compiled_kv.layout import KVLayout, ceil_div
-from compiled_kv.replay.holdings import Serving
+from compiled_kv.replay.serving import Serving
 
 
 class Event(NamedTuple):

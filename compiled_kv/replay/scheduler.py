@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 from compiled_kv.batches import DecodeBatch
 from compiled_kv.layout import ceil_div
-from compiled_kv.replay.holdings import NOWHERE, Holdings, Planned, Request, RowState, Serving
+from compiled_kv.replay.holdings import Holdings, Request
+from compiled_kv.replay.serving import NOWHERE, Planned, RowState, Serving
 
 
 class Scheduler(Holdings):
