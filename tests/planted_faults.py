@@ -7,9 +7,12 @@ scenario.
 
 from __future__ import annotations
 
+import io
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -254,6 +257,43 @@ def listing_step(buffers: DecodeBuffers, batch_size: int) -> tuple[DecodeMetadat
     return meta, max(meta.cache_seqlens.tolist())
 
 
+LOG = logging.Logger("a step's own", logging.INFO)
+LOG.addHandler(logging.StreamHandler(io.StringIO()))
+
+
+def logging_step(buffers: DecodeBuffers, batch_size: int) -> DecodeMetadata:
+    """The tensor becomes text in a handler of Python's own."""
+    meta = buffers.metadata(batch_size)
+    LOG.info("lengths %s", meta.cache_seqlens)
+    return meta
+
+
+class Counting(logging.Handler):
+    """Reads what it is handed, and lets nothing that goes wrong through, as a handler must."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            record.args[0].max().item()  # type: ignore[union-attr,index]
+        except Exception:
+            self.handleError(record)
+
+
+COUNTED = logging.Logger("counted", logging.INFO)
+COUNTED.addHandler(Counting())
+
+
+def counted_step(buffers: DecodeBuffers, batch_size: int) -> DecodeMetadata:
+    meta = buffers.metadata(batch_size)
+    COUNTED.info("lengths %s", meta.cache_seqlens)
+    return meta
+
+
+def converting_step(buffers: DecodeBuffers, batch_size: int) -> tuple[DecodeMetadata, Tensor]:
+    """NumPy asks for the values."""
+    meta = buffers.metadata(batch_size)
+    return meta, torch.as_tensor(np.asarray(meta.cache_seqlens))
+
+
 def careless_step(buffers: DecodeBuffers, batch_size: int) -> Tensor:
     """The tables are read where they lie, and nothing brings them up to date."""
     return buffers.out().page_table[:batch_size] + 1
@@ -363,6 +403,9 @@ FAULTS: dict[str, Fault] = {
     "value-read": Fault("host read", step=reading_step),
     "size-read": Fault("host read", step=masking_step),
     "list-read": Fault("host read", step=listing_step),
+    "tensor-logged": Fault("host read", step=logging_step),
+    "read-in-a-handler": Fault("host read", step=counted_step),
+    "array-made": Fault("host read", step=converting_step),
     "metadata-never-made": Fault("metadata not asked for", step=careless_step),
     "cold-compile": Fault("cold compile", step=Cold()),
     "memory-taken-in-each-step": Fault("allocation", buffers=Allocating, runs_on=("cuda",)),

@@ -17,11 +17,15 @@ from compiled_kv.replay.steps import uncompiled
 from compiled_kv.tracing import reads
 from compiled_kv.tracing.events import running
 
-PYTHON_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+PYTHON_READS = (
+    "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__",
+    "__repr__", "__format__",
+)  # fmt: skip
 
 
-class Different(Exception):
-    """A difference on its way to become an error."""
+class Different(BaseException):
+    """A difference on its way to become an error, which no `except Exception` of the step's or of a logging handler
+    takes for its own."""
 
     def __init__(self, difference: Difference) -> None:
         self.difference = difference
