@@ -169,6 +169,58 @@ def test_what_a_subclass_registers_may_be_read_and_is_as_it_was_made_in_the_eage
         check_replay(lambda b, n: (b.metadata(n), b.held), device=device, backend=None, buffers=Masked)
 
 
+class Caching:
+    """Writes token ids into a cache of `serving()`'s 154 pages of 16 slots, where `place` says; -1 is its last slot."""
+
+    def __init__(self, device: str, place: Any) -> None:
+        self.cache, self.place = torch.zeros(2464, 2, device=device), place
+
+    def __call__(self, buffers: Any, batch_size: int) -> Tensor:
+        slots = buffers.metadata(batch_size).slot_mapping
+        tokens = buffers.token_ids[:batch_size, None].expand(batch_size, 2)
+        self.cache.index_copy_(0, self.place(slots), tokens.float() + 1)
+        return slots
+
+
+PLACES: dict[str, tuple[Any, str | None]] = {
+    "null-slot": (lambda slots: slots.clamp(min=0), None),
+    "null-page": (lambda slots: torch.where(slots < 0, 15, slots), None),
+    "last-slot": (lambda slots: slots % 2464, r"before the first step: caches\[0\]\[2463\] .*: 0 of 8 rows are live$"),
+    "next-page": (lambda slots: slots.clamp(min=0) + 16, r"before the first step: caches\[0\]\[16\] "),
+    "next-slot": (lambda slots: slots + 1, r"in step 1 of one: caches\[0\]\[22\] .*: 1 of 1 rows are live"),
+}
+
+
+@devices
+@pytest.mark.parametrize(("place", "fault"), PLACES.values(), ids=PLACES)
+def test_a_cache_changes_where_live_rows_have_their_tokens_and_in_the_null_page(
+    place: Any, fault: str | None, device: str
+) -> None:
+    """One request of 5 computed tokens in page 1: its next token has slot 16 + 5."""
+    step, one = Caching(device, place), Scenario("one", serving(), parse_events("join 5\nstep 0"))
+    if fault is None:
+        for scenario in (one, story(serving())):
+            assert check_replay(step, scenario, device=device, backend=None, caches=[step.cache]).steps > 0
+        return
+    with pytest.raises(ReplayFault, match=f"^write outside the slots {fault}") as caught:
+        check_replay(step, one, device=device, backend=None, caches=[step.cache], attempts=0)
+    assert caught.value.fault == "write outside the slots"
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        ([[0]], r"caches\[0\] must be a tensor, got list"),
+        ([torch.tensor(0)], r"caches\[0\] must have a first dimension of slots, got a tensor without any"),
+        (torch.zeros(2464, 2), "caches must be a list of tensors, got a tensor"),
+    ],
+    ids=["list", "0-d", "alone"],
+)
+def test_what_is_no_cache_is_refused_by_name(caches: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
+        check_replay(caches=caches, backend=None)
+
+
 class Growing:
     """A cache that is taken anew in a step, for more room, say."""
 

@@ -16,9 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compiled_kv.buffers import DecodeBuffers
 from compiled_kv.checks import check_int
+from compiled_kv.replay.caches import check_caches
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.player import Player, ReplayFault, ReplayReport, Step
 from compiled_kv.replay.scenarios import Scenario, serving, shorter, story
@@ -39,7 +41,7 @@ def check_replay(
     device: str | torch.device = "cpu", batch_sizes: Sequence[int] | None = None, args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None, backend: str | None = "inductor",
     buffers: Callable[..., DecodeBuffers] = DecodeBuffers, graphs: Callable[..., DecodeGraphs] = DecodeGraphs,
-    outputs_every: int = 1, attempts: int = 300,
+    caches: Sequence[Tensor] = (), outputs_every: int = 1, attempts: int = 300,
 ) -> ReplayReport:  # fmt: skip
     """Play `scenario` through `DecodeGraphs` and compare every buffer, and what the step returns, after every step.
 
@@ -55,6 +57,8 @@ def check_replay(
         args, kwargs: what else the step takes; an `Each` is asked for its value before each step.
         buffers, graphs: what to make them with. Tensors that a subclass registers are the step's own: the eager run
             has copies of them, as they were made.
+        caches: tensors [slots, ...] that the step writes keys and values into: only slots of live rows' tokens, in the
+            full pool or in the sliding one, and the null page may change.
         outputs_every: compare outputs in every so many steps; 0 for never.
         attempts: scenarios tried to find a shorter one that fails; 0 leaves it as it is.
 
@@ -62,7 +66,7 @@ def check_replay(
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
         ValueError: a number is out of bounds, a step has more requests than the largest bucket, or there is no step, or
             none has any.
-        TypeError: `decode_step` cannot be called, or `scenario` is none.
+        TypeError: `decode_step` cannot be called, `scenario` is none, or a cache is no tensor.
     """
     check_callable(decode_step)
     scenario = story(serving()) if scenario is None else scenario
@@ -71,12 +75,14 @@ def check_replay(
     if steps is not None:
         check_int("steps", steps, 0)
         scenario = scenario.first(steps)
+    check_caches(caches)
     eager = uncompiled(decode_step)
     on_cpu = torch.device(device).type == "cpu"
     step = compiled(decode_step, backend) if on_cpu and backend is not None else decode_step
     player = Player(
-        step, eager, torch.device(device), batch_sizes, tuple(args), dict(kwargs or {}), buffers, graphs, outputs_every
-    )
+        step, eager, torch.device(device), batch_sizes, tuple(args), dict(kwargs or {}), buffers, graphs, outputs_every,
+        caches,
+    )  # fmt: skip
     try:
         report = player.play(scenario)
         if steps != 0:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_kv.buffers import DecodeBuffers
+from compiled_kv.replay.caches import written_outside
 from compiled_kv.replay.frozen import Places
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.names import Difference
@@ -72,11 +73,11 @@ class Player:
     def __init__(
         self, step: Step, eager: Step, device: torch.device, batch_sizes: Sequence[int] | None, args: tuple[Any, ...],
         kwargs: dict[str, Any], buffers: Callable[..., DecodeBuffers], graphs: Callable[..., DecodeGraphs],
-        outputs_every: int,
+        outputs_every: int, caches: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.step, self.eager, self.device, self.batch_sizes = step, eager, device, batch_sizes
         self.args, self.kwargs, self.make_buffers, self.make_graphs = args, kwargs, buffers, graphs
-        self.outputs_every = outputs_every
+        self.outputs_every, self.caches = outputs_every, caches
 
     def fails(self, scenario: Scenario, fault: str) -> bool:
         """Whether `scenario` shows this fault; one that cannot be played to its end does not."""
@@ -120,11 +121,12 @@ class Player:
                     raise ValueError(f"batch_sizes must hold {len(planned.rows)} requests, got {graphs.batch_sizes}")
                 expected.step(planned, next(size for size in graphs.batch_sizes if size >= len(planned.rows)))
                 args, kwargs = self._arguments()
+                before = [cache.clone() for cache in self.caches]
                 with watched(self.device, number):
                     outputs = graphs(planned.batch, *args, **kwargs)
                 places.check()
                 found = contents(buffers)
-                if difference := expected.compare(found):
+                if difference := expected.compare(found) or written_outside(self.caches, before, expected):
                     raise Different(difference)
                 records = buffers.held[:, 0]  # one for each row, however many programs keep one
                 values += sum(t.numel() for t in (buffers.inputs, *buffers.out(), records) if t is not None)
@@ -142,13 +144,16 @@ class Player:
         return tuple(map(now, self.args)), {name: now(value) for name, value in self.kwargs.items()}
 
     def _look_for_reads(self, expected: Expected, buffers: DecodeBuffers, added: Mapping[str, Tensor]) -> None:
-        """One eager run with no live row, in which nothing may be read back, and the metadata must be asked for."""
+        """One eager run with no live row, in which nothing may be read back or cached, and the metadata must be asked
+        for."""
         size = expected.serving.max_batch_size
         expected.step(planned_nobody(expected.serving), size)
         args, kwargs = self._arguments()
-        reference = ReferenceBuffers(expected, buffers, added)
+        reference, before = ReferenceBuffers(expected, buffers, added), [cache.clone() for cache in self.caches]
         with torch.no_grad(), FunctionReads(), DispatchReads():
             self.eager(reference, size, *args, **kwargs)
+        if difference := written_outside(self.caches, before, expected):
+            raise Different(difference)
         if not reference.is_asked:
             raise Different(Difference("metadata not asked for", NOT_ASKED))
 
