@@ -36,12 +36,11 @@ class Sizes:
     def check(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *dims: str) -> None:
         """Require `tensor` to have one of `dtypes`, these dimensions, and the device of those before it.
 
-        A dimension "B+1" is one more than B, where B is known.
+        "B+1", the length of prefix sums, is one more than B where B is known.
         """
         self._check_kind(name, tensor, dtypes)
-        for dim in dims:
-            if dim.endswith("+1") and dim[:-2] in self.named:
-                self.named[dim] = self.named[dim[:-2]] + 1
+        if "B+1" in dims and "B" in self.named:
+            self.named.setdefault("B+1", self.named["B"] + 1)
         fits = tensor.ndim == len(dims)
         for dim, size in zip(dims, tensor.shape):
             fits = fits and self.named.setdefault(dim, size) == size
