@@ -116,6 +116,29 @@ def made_anew(batch_size: int) -> Any:
     return (lambda pool, rows, lens: _whole(pool, rows, lens)), _arguments(batch_size)
 
 
+def unbound(batch_size: int) -> Any:
+    def step(x: Tensor) -> Tensor:
+        return x + late if x.shape[1] > 64 else x + 1
+
+    if batch_size < 0:
+        late = 3
+    return step, (torch.zeros(batch_size, 16),)
+
+
+def bound_for_eight(batch_size: int) -> Any:
+    def step(x: Tensor) -> Tensor:
+        return x + late if x.shape[1] > 64 else x + 1
+
+    if batch_size == 8:
+        late = 3
+    return step, (torch.zeros(batch_size, 16),)
+
+
+def bound_by_turns(batch_size: int) -> Any:
+    early, late = (3, torch.relu) if batch_size == 8 else (torch.relu, 3)
+    return (lambda x: torch.relu(x) if early == late else x + 1), (torch.zeros(batch_size, 16),)
+
+
 def closed() -> Any:
     return lambda buffers: _served(buffers, 4), (_buffers(),)
 

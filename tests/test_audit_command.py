@@ -131,7 +131,7 @@ def test_a_step_that_raises_is_told_with_its_line(entry: str, said: str, line: i
     assert status == 2 and f"{said}, at {audit_entry.__file__}:{line}{advice}" in text
 
 
-@pytest.mark.parametrize("function", ["other_for_eight", "closed_for"])
+@pytest.mark.parametrize("function", ["other_for_eight", "closed_for", "bound_for_eight", "bound_by_turns"])
 def test_another_step_for_another_size_is_refused(function: str) -> None:
     """Of several steps the first alone would be looked at."""
     status, text = run(f"tests.audit_entry:{function}", "--batch-sizes", "4,8")
@@ -140,8 +140,10 @@ def test_another_step_for_another_size_is_refused(function: str) -> None:
     assert run(f"tests.audit_entry:{function}", "--batch-sizes", "4")[0] == 0
 
 
-def test_a_step_made_anew_for_each_size_is_one_step() -> None:
-    assert run("tests.audit_entry:made_anew", "--batch-sizes", "4,8", "--dynamic")[0] == 0
+@pytest.mark.parametrize("function", ["made_anew", "unbound"])
+def test_a_step_made_anew_for_each_size_is_one_step(function: str) -> None:
+    """Also where it closes over a name that nothing is bound to yet."""
+    assert run(f"tests.audit_entry:{function}", "--batch-sizes", "4,8", "--dynamic")[0] == 0
 
 
 def test_a_batch_size_among_the_arguments_is_found_at_the_step_s_line_and_none_where_it_is_closed_over() -> None:

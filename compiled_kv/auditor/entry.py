@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_UNBOUND = object()  # what a step closes over by a name that nothing is bound to yet
+
 
 class Example(NamedTuple):
     """A step and the arguments to call it with."""
@@ -84,12 +86,20 @@ def _essence(step: Any) -> Any:
     if isinstance(step, types.MethodType):
         return _essence(step.__func__)
     if isinstance(step, types.FunctionType):
-        return step.__code__, _plain(step.__defaults__ or ()), _plain(inspect.getclosurevars(step).nonlocals.values())
+        return step.__code__, _plain(step.__defaults__ or ()), _plain(map(_content, step.__closure__ or ()))
     return step if isinstance(step, types.BuiltinFunctionType) else type(step)
 
 
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNBOUND
+
+
 def _plain(values: Iterable[Any]) -> list[Any]:
-    return [value for value in values if isinstance(value, int | float | str)]
+    """Each in its place, None for one that is not plain."""
+    return [value if isinstance(value, int | float | str) or value is _UNBOUND else None for value in values]
 
 
 def _made(function: Callable[..., Any], *size: int) -> Any:
