@@ -116,6 +116,18 @@ def made_anew(batch_size: int) -> Any:
     return (lambda pool, rows, lens: _whole(pool, rows, lens)), _arguments(batch_size)
 
 
+class _Toggled(torch.nn.Module):
+    bright = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bright = not self.bright
+        return x + 1 if self.bright else x - 1
+
+
+def toggled(batch_size: int) -> Any:
+    return _Toggled(), (torch.zeros(batch_size, 16),)
+
+
 def unbound(batch_size: int) -> Any:
     def step(x: Tensor) -> Tensor:
         return x + late if x.shape[1] > 64 else x + 1

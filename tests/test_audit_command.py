@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,9 +48,51 @@ def test_python_and_the_command_line_find_the_same_of_many_sizes() -> None:
     sizes = range(4, 13)
     told = json.loads(run("tests.audit_entry:whole", "--batch-sizes", ",".join(map(str, sizes)), "--json")[1])
     step, arguments = audit_entry.whole(4)
-    report = audit(step, *arguments, batches=[audit_entry.whole(size)[1] for size in sizes[1:]])
+    batches = [audit_entry.whole(size)[1] for size in sizes[1:]]
+    report = audit(step, *arguments, batches=batches, batch_sizes=sizes)
     assert [(each["rule"], each["severity"]) for each in told["findings"]] == [("recompile", "warning")]
     assert told["findings"] == json.loads(report.to_json())["findings"]
+
+
+def test_batch_sizes_are_named_in_every_form_of_the_report(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    text = run("tests.audit_entry:whole", "--batch-sizes", "4,5,6", "--html", str(page))[1]
+    assert re.search(r"^batch sizes +4, 5, 6 *$", text, re.MULTILINE)
+    assert "<tr><td><b>batch sizes</b><td>4, 5, 6<td>" in page.read_text()
+    told = json.loads(run("tests.audit_entry:whole", "--batch-sizes", "4,5,6", "--json")[1])
+    assert told["batch_sizes"] == [4, 5, 6]
+    assert {"what": "batch sizes", "static": "4, 5, 6", "measured": ""} in told["beside"]
+    assert "batch sizes" not in run("tests.audit_entry:whole")[1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "arguments", "severity", "said"),
+    [
+        ("whole", ["4,5,6"], "warning", "compiles again, between batch sizes 4 and 5: tensor"),
+        ("whole", ["4,5,6", "--static"], "warning", "compiles again, between batch sizes 4 and 5, 5 and 6: tensor"),
+        # The eighth graph is that of 12.
+        (
+            "whole",
+            ["5,6,7,8,9,10,11,12,13", "--static"],
+            "error",
+            "now eager, between batch sizes 12 and 13: torch._dynamo hit config.recompile_limit (8)",
+        ),
+        ("toggled", ["4"], "warning", "compiles again, at batch size 4: "),
+    ],
+    ids=["sizes-free-from-the-second-on", "static", "limit", "one-size"],
+)
+def test_what_compiles_again_is_told_with_the_sizes_between_which_it_does(
+    entry: str, arguments: list[str], severity: str, said: str
+) -> None:
+    told = json.loads(run(f"tests.audit_entry:{entry}", "--json", "--batch-sizes", *arguments)[1])
+    (found,) = (each for each in told["findings"] if each["rule"] == "recompile")
+    assert found["severity"] == severity and said in found["message"]
+
+
+def test_sizes_that_do_not_fit_the_batches_are_refused() -> None:
+    step, arguments = audit_entry.whole(4)
+    with pytest.raises(ValueError, match="batch_sizes must name the sizes of 2 batches, got 3"):
+        audit(step, *arguments, batches=[audit_entry.whole(5)[1]], batch_sizes=[4, 5, 6])
 
 
 def test_a_read_that_scalar_capture_hides_is_found_without_it() -> None:

@@ -47,7 +47,8 @@ class StepError(Exception):
 
 def audit(
     fn: Callable[..., Any], *args: Any, target: str = "cuda:sm_90", dynamic: bool | None = None,
-    batches: Sequence[Sequence[Any]] = (), fullgraph: bool = False, capture_scalars: bool = True, **kwargs: Any,
+    batches: Sequence[Sequence[Any]] = (), batch_sizes: Sequence[int] = (), fullgraph: bool = False,
+    capture_scalars: bool = True, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Audit one decode step for a device, on a machine that need not have one.
 
@@ -56,6 +57,7 @@ def audit(
         target: as in `capture`.
         dynamic: as in torch.compile: None for what a first call does, and for what it learns from later ones.
         batches: further arguments to call the step with after `args`, of other batch sizes, to see what recompiles.
+        batch_sizes: the sizes of `args` and of each of `batches`, for the report to name.
         fullgraph, capture_scalars: how you compile the step; findings of that way are added to those of the way that
             sees most (breaks allowed, scalars captured). Where an error of torch's ends that one early, findings of
             a trace that captures no scalars are added, which goes on behind each value that is read; where that ends
@@ -64,13 +66,16 @@ def audit(
     Raises:
         StepError: the step raised.
         TypeError, ValueError: as `capture`.
+        ValueError: another number of sizes than of batches.
     """
+    if batch_sizes and len(batch_sizes) != 1 + len(batches):
+        raise ValueError(f"batch_sizes must name the sizes of {1 + len(batches)} batches, got {len(batch_sizes)}")
 
     def traced(whole: bool, scalars: bool, where: str = target, sizes: bool | None = dynamic) -> Graphs:
         settings = {"capture_scalar_outputs": scalars, "capture_dynamic_output_shape_ops": scalars}
         return trace(
             fn, args, kwargs, target=where, dynamic=sizes, fullgraph=whole, settings=settings, more=batches,
-            repeat=1 if whole else CALLS,
+            repeat=1 if whole else CALLS, batch_sizes=batch_sizes,
         )  # fmt: skip
 
     asked = (fullgraph, capture_scalars)
@@ -83,7 +88,7 @@ def audit(
         findings += [finding for rule in ANYWHERE for finding in rule(traced(*GOES_FURTHER, "cpu"))]
         if dynamic is not False:
             findings += [finding for rule in RULES for finding in rule(traced(*SEES_MOST, sizes=False))]
-    return _report(traces[SEES_MOST], findings)
+    return _report(traces[SEES_MOST], findings, batch_sizes)
 
 
 def check_ran(traces: Sequence[Graphs]) -> None:
@@ -122,7 +127,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {breaks.first_sentence(str(error)).rstrip('!')}".removesuffix(": ")
 
 
-def _report(graphs: Graphs, findings: list[Finding]) -> Report:
+def _report(graphs: Graphs, findings: list[Finding], batch_sizes: Sequence[int]) -> Report:
     undecided = []
     if graphs.stopped is not None:
         undecided.append(f"what follows an error of torch's while tracing: {_text(graphs.stopped)}")
@@ -143,6 +148,7 @@ def _report(graphs: Graphs, findings: list[Finding]) -> Report:
         is_whole=graphs.is_whole,
         undecided=tuple(undecided),
         graph_texts=tuple((tier, render(graphs, tier)) for tier in ("dynamo", "aot") if getattr(graphs, tier)),
+        batch_sizes=tuple(batch_sizes),
     )
 
 

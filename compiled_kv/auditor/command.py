@@ -56,7 +56,8 @@ def command(
         first, *others = examples(load(entry), batch_sizes)
         report = audit(
             first.step, *first.args, target=target, dynamic=dynamic, fullgraph=fullgraph,
-            capture_scalars=capture_scalars, batches=[each.args for each in others], **first.kwargs,
+            capture_scalars=capture_scalars, batches=[each.args for each in others], batch_sizes=batch_sizes,
+            **first.kwargs,
         )  # fmt: skip
         if not no_measure:
             report = _beside_the_device(report, entry, batch_sizes, dynamic, capture_scalars)

@@ -53,6 +53,7 @@ class Report:
 
     `cloned` has the bytes that are cloned by argument; what belongs to none is under "the step's own tensors".
     `measured` is what a device showed, None where the step was not run; `not_measured` says why.
+    `batch_sizes` are those that it was called with, where they were given.
     """
 
     target: str
@@ -67,6 +68,7 @@ class Report:
     cloned: dict[str, int] = field(default_factory=dict)
     measured: Measured | None = None
     not_measured: str = "not asked for"
+    batch_sizes: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -83,6 +85,7 @@ class Report:
         total = "unknown" if self.cloned_bytes is None else f"{self.cloned_bytes:,}"
         return {
             "target": self.target,
+            **({"batch sizes": ", ".join(map(str, self.batch_sizes))} if self.batch_sizes else {}),
             "graphs": f"{self.graphs}, {self.nodes} nodes" + ("" if self.is_whole else ", not whole"),
             "kernel launches": launches or "none",
             "bytes cloned": f"{total}: {cloned}" if cloned else total,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
 from compiled_kv.tracing import counts
+from compiled_kv.tracing.events import Limit, Recompile
 from compiled_kv.tracing.graphs import Graphs
 from compiled_kv.tracing.spelling import clean
 
@@ -105,15 +106,24 @@ def recompile(graphs: Graphs) -> Iterator[Finding]:
         "keep changing numbers in tensors on the device; where sizes change compile with dynamic=True (--dynamic) or "
         "mark them with torch._dynamo.mark_dynamic; torch compiles a size of 0 or 1 on its own in any case"
     )
+    by_place: dict[places.Place, list[Recompile]] = {}
     for each in graphs.recompiles:
-        yield Finding(
-            "recompile", "warning", each.file, each.line, f"a later call compiles again: {each.reason}", remedy
-        )
-    for text in graphs.limits:
-        place = graphs.recompiles[-1] if graphs.recompiles else None
-        where = (place.file, place.line) if place else ("", 0)
-        message = f"recompile limit hit, now eager: {text.splitlines()[0]}"
-        yield Finding("recompile", "error", *where, message, remedy)
+        by_place.setdefault((each.file, each.line), []).append(each)
+    for place, found in by_place.items():
+        message = f"a later call compiles again{_between(found)}: {found[0].reason}"
+        yield Finding("recompile", "warning", *place, message, remedy)
+    if graphs.limits:
+        place = next(reversed(by_place), ("", 0))
+        message = f"recompile limit hit, now eager{_between(graphs.limits)}: {graphs.limits[0].reason.splitlines()[0]}"
+        yield Finding("recompile", "error", *place, message, remedy)
+
+
+def _between(found: Sequence[Recompile | Limit]) -> str:
+    """Between which batch sizes, where they are known: those of each call and of the call before it."""
+    pairs = dict.fromkeys(each.sizes for each in found if each.sizes)
+    texts = [f"{before} and {now}" for before, now in pairs if before != now]
+    same = [f", at batch size {now}" for before, now in pairs if before == now]
+    return "".join([*same, *([f", between batch sizes {', '.join(texts)}"] if texts else [])])
 
 
 def output_fed_back(graphs: Graphs) -> Iterator[Finding]:

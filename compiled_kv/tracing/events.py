@@ -37,11 +37,23 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A call that no compiled graph fitted: the guard that failed, in dynamo's words, and where it was made."""
+    """A call that no compiled graph fitted: the guard that failed, in dynamo's words, and where it was made.
+
+    `sizes` are the batch sizes of the call before and of this one, where they were given.
+    """
 
     reason: str
     file: str
     line: int
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Dynamo's word that it compiles a function no more; `sizes` as for a call that compiles again."""
+
+    reason: str
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,10 +79,12 @@ def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
 
 
 def recompiles() -> list[Recompile]:
-    """The guards that failed in the trace just made."""
+    """The guards that failed since this was last asked for, or since dynamo forgot all."""
     from torch._dynamo.utils import guard_failures
 
-    return [_recompile(code, reason) for code, reasons in guard_failures.items() for reason in reasons]
+    found = [_recompile(code, reason) for code, reasons in guard_failures.items() for reason in reasons]
+    guard_failures.clear()
+    return found
 
 
 def _recompile(code: Any, reason: str) -> Recompile:

@@ -11,9 +11,10 @@ Nothing runs: every tensor is a fake one. The caller's tensors, modules and obje
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch import fx
 
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.eager_reads import EagerRead, formatting_recorded, recording_mode
-from compiled_kv.tracing.events import Frozen, GraphBreak, Recompile, graph_breaks, recompiles
+from compiled_kv.tracing.events import Frozen, GraphBreak, Limit, Recompile, graph_breaks
 from compiled_kv.tracing.fakes import Fakes, host
 from compiled_kv.tracing.reads import HostRead, host_reads
 from compiled_kv.tracing.recording import Recorder, compiler
@@ -46,7 +47,7 @@ class Graphs:
     fallbacks: tuple[str, ...] = ()
     stopped: BaseException | None = None
     recompiles: tuple[Recompile, ...] = ()
-    limits: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = ()
     frozen: tuple[Frozen, ...] = ()
     fed_back: tuple[fx.Node, ...] = ()
 
@@ -112,12 +113,12 @@ def capture(
 def trace(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, target: str | None,
     dynamic: bool | None, fullgraph: bool = False, settings: Mapping[str, Any] | None = None,
-    more: Sequence[Sequence[Any]] = (), repeat: int = 1,
+    more: Sequence[Sequence[Any]] = (), repeat: int = 1, batch_sizes: Sequence[int] = (),
 ) -> Graphs:  # fmt: skip
     """`capture` with torch.compile's `fullgraph` and dynamo's settings; an error of `fn` ends up in `stopped`.
 
     The step is called `repeat` times with its arguments, then once with each of `more`, to see what makes it compile
-    again; the graphs are those of the first call.
+    again; the graphs are those of the first call. `batch_sizes` are the sizes of `args` and of each of `more`.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("capture cannot trace interpreted kernels: use a process where TRITON_INTERPRET is not set")
@@ -144,14 +145,13 @@ def trace(
             compiled = torch._dynamo.optimize(
                 recorder.backend, nopython=fullgraph, dynamic=dynamic, guard_export_fn=recorder.guards
             )(step)
-            for given, named in [(args, kwargs)] * repeat + others:
-                compiled(*given, **named)
-                recorder.end_call()
+            for (given, named), between in zip([(args, kwargs)] * repeat + others, _steps(batch_sizes, repeat)):
+                with recorder.call(between):
+                    compiled(*given, **named)
                 first = first or so_far()
         except (Exception, SystemExit) as error:
             stopped = error
         count, breaks, frozen = first or so_far()
-        again = recompiles()
     return Graphs(
         target=seen.name,
         dynamic=dynamic,
@@ -162,11 +162,17 @@ def trace(
         eager_reads=tuple(reads),
         fallbacks=tuple(dict.fromkeys(recorder.fallbacks)),
         stopped=stopped or recorder.failure,
-        recompiles=tuple(again),
+        recompiles=tuple(recorder.recompiles),
         limits=tuple(recorder.limits),
         frozen=tuple(recorder.frozen[:frozen]),
         fed_back=tuple(dict.fromkeys(recorder.fed_back)),
     )
+
+
+def _steps(batch_sizes: Sequence[int], repeat: int) -> Iterator[tuple[int, ...]]:
+    """The batch sizes of the call before and of each call; nothing where none are given."""
+    called = [*batch_sizes[:1]] * repeat + [*batch_sizes[1:]]
+    yield from zip([*called[:1], *called], called) if called else itertools.repeat(())
 
 
 def _target_of(fakes: Fakes) -> Target:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from compiled_kv.tracing.events import GraphBreak, frames_in, innermost
+from compiled_kv.tracing.events import GraphBreak, Limit, frames_in, innermost
 
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")
@@ -19,8 +19,9 @@ class Listener(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.fallbacks: list[str] = []
-        self.limits: list[str] = []
+        self.limits: list[Limit] = []
         self.breaks: list[GraphBreak] = []
+        self.sizes: tuple[int, ...] = ()  # batch sizes of the last call and of the one that runs
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -47,7 +48,7 @@ class Listener(logging.Handler):
             cause = record.exc_info[1] if record.exc_info else None
             self.fallbacks.append(f"{type(cause).__name__}: {cause}")
         elif "recompile_limit" in text:
-            self.limits.append(text)
+            self.limits.append(Limit(text, self.sizes))
         elif match := _BREAK.search(text):
             reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
             frames = frames_in(text) or [(match[1], int(match[2]))]

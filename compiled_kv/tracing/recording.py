@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Frozen, frames_in, innermost, of_the_caller
+from compiled_kv.tracing.events import Frozen, Recompile, frames_in, innermost, of_the_caller, recompiles
 from compiled_kv.tracing.listening import Listener
 from compiled_kv.tracing.literals import without_literals
 
@@ -37,6 +38,7 @@ class Recorder(Listener):
         self.aot: list[fx.GraphModule] = []
         self.settled: list[fx.GraphModule] = []
         self.frozen: list[Frozen] = []
+        self.recompiles: list[Recompile] = []
         self.fed_back: list[fx.Node] = []
         self.outputs: dict[int, Any] = {}
         self.pending: dict[int, Any] = {}
@@ -112,8 +114,14 @@ class Recorder(Listener):
 
         return run
 
-    def end_call(self) -> None:
-        """The step has returned: what it made is from now on the result of an earlier call."""
+    @contextmanager
+    def call(self, sizes: tuple[int, ...]) -> Iterator[None]:
+        """One call of the step, between these batch sizes; what it made is then the result of an earlier call."""
+        self.sizes = sizes
+        try:
+            yield
+        finally:
+            self.recompiles += [replace(each, sizes=sizes) for each in recompiles()]
         self.outputs.update(self.pending)
         self.outputs.pop(0, None)
         self.pending = {}
