@@ -40,7 +40,7 @@ def _section(finding: Finding) -> str:
     return (
         f'<section class="{finding.severity}"><b class="{finding.severity}">{finding.severity}</b> '
         f"<b>{escape(finding.rule)}</b> {escape(finding.message)}"
-        f'<div class="place">{escape(finding.place)}</div><pre>{_code(finding)}</pre>{_measured(finding)}'
+        f'<div class="place">{escape(finding.place)}</div>{_code(finding)}{_measured(finding)}'
         f"<div>{escape(finding.remedy)}</div></section>"
     )
 
@@ -50,8 +50,11 @@ def _measured(finding: Finding) -> str:
 
 
 def _code(finding: Finding) -> str:
+    if not finding.source:
+        return ""  # of code that stands in no file there is none to show
     lines = linecache.getlines(finding.file)
     first = max(finding.line - 1 - CONTEXT, 0)
     shown = enumerate(lines[first : finding.line + CONTEXT], first + 1)
     texts = ((number, escape(f"{number:5}  {line.rstrip()}")) for number, line in shown)
-    return "\n".join(f"<mark>{text}</mark>" if number == finding.line else text for number, text in texts)
+    code = "\n".join(f"<mark>{text}</mark>" if number == finding.line else text for number, text in texts)
+    return f"<pre>{code}</pre>"

@@ -10,7 +10,7 @@ from typing import Any
 from compiled_kv.auditor.device import Cuda, Run
 from compiled_kv.auditor.errors import said
 from compiled_kv.auditor.measured import Wait
-from compiled_kv.tracing.events import running
+from compiled_kv.tracing.events import call_step, running
 
 _GENERATED = ("<eval_with_key>", "torchinductor")
 _OWN = str(Path(__file__).parent)
@@ -31,7 +31,7 @@ def waits(cuda: Cuda, run: Run) -> tuple[Wait, ...]:
         warnings.showwarning = note
         cuda.sync_debug_mode("warn")
         try:
-            run()
+            call_step(run)
         finally:
             cuda.sync_debug_mode("default")
     return tuple(seen)

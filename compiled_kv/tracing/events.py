@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,8 @@ TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision's files are no 
 _OWN = str(Path(__file__).parent.parent)
 _PYTHON = sysconfig.get_path("stdlib")
 # What a person typed has no file, and is that person's all the same.
-_TYPED = ("<stdin>", "<ipython-input")
+_TYPED = ("<stdin>", "<console>", "<ipython-input", "<python-input")
+_WRITTEN = ("<eval_with_key>", "<frozen")  # by torch, and Python's own
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _SHORT_PLACE = re.compile(r"  # (\S+?):(\d+) in ")
 
@@ -73,7 +74,7 @@ def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
 
     listed = [_graph_break(reason) for reason in graph_break_reasons]
     # Behind a break dynamo also looks into what Python's own library calls, logging above all: no line of the step's.
-    listed = [each for each in listed if not is_torchs_or_pythons(each.file)] or listed
+    listed = [each for each in listed if _of_the_step([(each.file, each.line)])] or listed
     places = {(each.file, each.line) for each in listed}
     return listed + [each for each in logged if (each.file, each.line) not in places]
 
@@ -106,32 +107,45 @@ def frames_in(text: str) -> list[tuple[str, int]]:
     return [(match[1], int(match[2])) for match in _FRAME.finditer(text)]
 
 
+def call_step(step: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Call a step. What runs further out than this is whoever traces it, and no line of the step's."""
+    return step(*args, **(kwargs or {}))
+
+
 def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """The last frame that is neither torch's nor Python's own."""
-    users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])] or frames
+    """The last frame of the step's that is neither torch's nor Python's own."""
+    users = _of_the_step(frames) or frames
     return users[-1] if users else ("", 0)
 
 
 def of_the_caller(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
     """The innermost frame that is neither torch's nor Python's, nor this package's where there is another."""
-    users = [frame for frame in frames if not is_torchs_or_pythons(frame[0])]
+    users = _of_the_step(frames)
     outside = [frame for frame in users if not frame[0].startswith(_OWN)]
     return next(iter(reversed(outside or users)), None)
 
 
+def _of_the_step(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The frames inside `call_step` that are neither torch's nor Python's; of code in no file where there is no other,
+    as under `python -c`."""
+    outside = max((i + 1 for i, frame in enumerate(frames) if frame[0] == __file__), default=0)
+    users = [frame for frame in frames[outside:] if not is_torchs_or_pythons(frame[0])]
+    return users or [frame for frame in frames[outside:] if _is_of_no_file(frame[0])]
+
+
 def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
-    """The innermost line that runs now and is neither torch's, Python's nor of a file under `own`.
+    """The innermost line of the step that runs now and is neither torch's, Python's nor of a file under `own`.
 
     None in code that a compiler wrote: in a file with one of the texts `generated` in its name. Of code that stands in
     no file, as of `python -c`, the innermost line counts where there is no other.
     """
     frame: FrameType | None = sys._getframe(1)
     nowhere = None
-    while frame is not None:
+    while frame is not None and frame.f_code is not call_step.__code__:
         name, line = frame.f_code.co_filename, frame.f_lineno
         if any(text in name for text in generated):
             return None
-        if _is_nowhere(name):
+        if _is_of_no_file(name):
             nowhere = nowhere or (name, line)
         elif not (is_torchs_or_pythons(name) or name.startswith(own + os.sep)):
             return name, line
@@ -147,3 +161,8 @@ def is_torchs_or_pythons(file: str) -> bool:
 
 def _is_nowhere(file: str) -> bool:
     return file.startswith("<") and not file.startswith(_TYPED)
+
+
+def _is_of_no_file(file: str) -> bool:
+    """Whether code was handed to Python as text: `<string>`, that is `python -c` or `exec`."""
+    return _is_nowhere(file) and not file.startswith(_WRITTEN)

@@ -24,8 +24,9 @@ from torch import fx
 
 from compiled_kv.tracing import counts
 from compiled_kv.tracing.eager_reads import EagerRead, formatting_recorded, recording_mode
-from compiled_kv.tracing.events import Frozen, GraphBreak, Limit, Recompile, graph_breaks
+from compiled_kv.tracing.events import Frozen, GraphBreak, Limit, Recompile, call_step, graph_breaks
 from compiled_kv.tracing.fakes import Fakes, host
+from compiled_kv.tracing.lines import lines_of_no_file_kept
 from compiled_kv.tracing.reads import HostRead, host_reads
 from compiled_kv.tracing.recording import Recorder, compiler
 from compiled_kv.tracing.targets import Target
@@ -139,7 +140,7 @@ def trace(
 
     around = (compiler(settings or {}), seen.active(), recorder.listening(), recorder.behind_nested_compilers())
     with ExitStack() as stack:
-        for each in (*around, formatting_recorded(reads), mode, torch.no_grad()):
+        for each in (*around, lines_of_no_file_kept(), formatting_recorded(reads), mode, torch.no_grad()):
             stack.enter_context(each)
         try:
             compiled = torch._dynamo.optimize(
@@ -147,7 +148,7 @@ def trace(
             )(step)
             for (given, named), between in zip([(args, kwargs)] * repeat + others, _steps(batch_sizes, repeat)):
                 with recorder.call(between):
-                    compiled(*given, **named)
+                    call_step(compiled, given, named)
                 first = first or so_far()
         except (Exception, SystemExit) as error:
             stopped = error
