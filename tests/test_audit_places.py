@@ -1,8 +1,10 @@
-"""At which line a finding stands where torch's word for it is none of the step's: code in no file."""
+"""At which line a finding stands where torch names none of the step's: code in no file, calls of Python's library."""
 
 from __future__ import annotations
 
 import io
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +87,68 @@ def test_no_form_of_a_report_leaves_room_for_code_that_is_not_there() -> None:
     show(report, Console(file=written, width=200))
     panel = written.getvalue().partition("╭")[2].partition("╰")
     assert len(panel[0].splitlines()) == 3 and panel[2].startswith("─ <string>:5 ─")
+
+
+class Reading(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.args[0].max().item()  # handler
+
+
+class Largest(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return str(record.args[0].max().item())  # formatter
+
+
+def logger(handler: logging.Handler, formatter: logging.Formatter | None = None) -> logging.Logger:
+    made = logging.Logger("of a step")
+    made.addHandler(handler)
+    handler.setFormatter(formatter)
+    return made
+
+
+plain, reading = logger(logging.StreamHandler(io.StringIO())), logger(Reading())
+formatting = logger(logging.StreamHandler(io.StringIO()), Largest())
+
+
+def logs_a_value(x: Any) -> Any:
+    plain.info("%s", x.max())  # logs a value
+    return x + 1
+
+
+def logs_to_a_handler(x: Any) -> Any:
+    reading.info("%s", x)  # logs to a handler
+    return x + 1
+
+
+def logs_to_a_formatter(x: Any) -> Any:
+    formatting.info("%s", x)  # logs to a formatter
+    return x + 1
+
+
+def logs_nothing(x: Any) -> Any:
+    logging.debug("%s", x.max())  # logs nothing
+    return x + 1
+
+
+def line(mark: str) -> int:
+    return 1 + [text.endswith(f"  # {mark}") for text in Path(__file__).read_text().splitlines()].index(True)
+
+
+@pytest.mark.parametrize("scalars", [True, False], ids=["scalars", "scalars-off"])
+@pytest.mark.parametrize(
+    ("step", "read", "logs"),
+    [
+        (logs_a_value, "logs a value", "logs a value"),
+        (logs_to_a_handler, "handler", "logs to a handler"),
+        (logs_to_a_formatter, "formatter", "logs to a formatter"),
+        (logs_nothing, "", "logs nothing"),
+    ],
+)
+def test_what_logging_does_is_told_at_the_line_that_logs(step: Any, read: str, logs: str, scalars: bool) -> None:
+    """And never inside Python's library, some of which dynamo compiles for itself; a read in a handler of one's own is
+    at the line of that."""
+    report = audit(step, torch.zeros(4, 8), capture_scalars=scalars)
+    places = {(each.rule, each.file, each.line) for each in report.findings}
+    expected = {("graph-break", __file__, line(logs))} | {("host-read", __file__, line(read)) for _ in read[:1]}
+    assert places - {("recompile", __file__, line(logs))} == expected
+    assert len(report.findings) == len(places)

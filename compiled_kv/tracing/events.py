@@ -72,24 +72,35 @@ def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
     """The breaks of the trace just made, with those that dynamo only logs: where it left a whole function alone."""
     from torch._dynamo.utils import graph_break_reasons
 
+    logged = list(logged)
     listed = [_graph_break(reason) for reason in graph_break_reasons]
-    # Behind a break dynamo also looks into what Python's own library calls, logging above all: no line of the step's.
-    listed = [each for each in listed if _of_the_step([(each.file, each.line)])] or listed
+    # Behind a break dynamo also looks into what Python's own library calls, logging above all: the logged ones know
+    # the line of the step that called it.
+    listed = [each for each in listed if not logged or of_the_step([(each.file, each.line)])]
     places = {(each.file, each.line) for each in listed}
     return listed + [each for each in logged if (each.file, each.line) not in places]
 
 
-def recompiles() -> list[Recompile]:
-    """The guards that failed since this was last asked for, or since dynamo forgot all."""
+def recompiles(callers: Mapping[tuple[Any, str], tuple[str, int]] | None = None) -> list[Recompile]:
+    """The guards that failed since this was last asked for, or since dynamo forgot all.
+
+    `callers` has, by code and reason, the lines that called code of Python's own library.
+    """
     from torch._dynamo.utils import guard_failures
 
-    found = [_recompile(code, reason) for code, reasons in guard_failures.items() for reason in reasons]
+    found = [
+        _recompile(code, reason, (callers or {}).get((code, reason)))
+        for code, reasons in guard_failures.items()
+        for reason in reasons
+    ]
     guard_failures.clear()
     return found
 
 
-def _recompile(code: Any, reason: str) -> Recompile:
+def _recompile(code: Any, reason: str, caller: tuple[str, int] | None) -> Recompile:
     guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
+    if caller is not None:
+        return Recompile(guard, *caller)
     if frames := frames_in(reason):
         return Recompile(guard, *(of_the_caller(frames) or frames[-1]))
     short = _SHORT_PLACE.search(reason)
@@ -114,18 +125,18 @@ def call_step(step: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappin
 
 def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
     """The last frame of the step's that is neither torch's nor Python's own."""
-    users = _of_the_step(frames) or frames
+    users = of_the_step(frames) or frames
     return users[-1] if users else ("", 0)
 
 
 def of_the_caller(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
     """The innermost frame that is neither torch's nor Python's, nor this package's where there is another."""
-    users = _of_the_step(frames)
+    users = of_the_step(frames)
     outside = [frame for frame in users if not frame[0].startswith(_OWN)]
     return next(iter(reversed(outside or users)), None)
 
 
-def _of_the_step(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def of_the_step(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """The frames inside `call_step` that are neither torch's nor Python's; of code in no file where there is no other,
     as under `python -c`."""
     outside = max((i + 1 for i, frame in enumerate(frames) if frame[0] == __file__), default=0)

@@ -144,8 +144,9 @@ def trace(
             stack.enter_context(each)
         try:
             compiled = torch._dynamo.optimize(
-                recorder.backend, nopython=fullgraph, dynamic=dynamic, guard_export_fn=recorder.guards
-            )(step)
+                recorder.backend, nopython=fullgraph, dynamic=dynamic, guard_export_fn=recorder.guards,
+                guard_fail_fn=recorder.guard_failed,
+            )(step)  # fmt: skip
             for (given, named), between in zip([(args, kwargs)] * repeat + others, _steps(batch_sizes, repeat)):
                 with recorder.call(between):
                     call_step(compiled, given, named)

@@ -6,9 +6,12 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from compiled_kv.tracing.events import GraphBreak, Limit, frames_in, innermost
+from compiled_kv.tracing.events import GraphBreak, Limit, frames_in, innermost, of_the_step, running
 
+_OWN = str(Path(__file__).parent)
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
 _BREAK = re.compile(r"in user code at (.+):(\d+)\n")
 
@@ -21,6 +24,7 @@ class Listener(logging.Handler):
         self.fallbacks: list[str] = []
         self.limits: list[Limit] = []
         self.breaks: list[GraphBreak] = []
+        self.callers: dict[tuple[Any, str], tuple[str, int]] = {}
         self.sizes: tuple[int, ...] = ()  # batch sizes of the last call and of the one that runs
 
     @contextmanager
@@ -42,6 +46,12 @@ class Listener(logging.Handler):
                 logger.handlers, logger.propagate = handlers, propagate
                 logger.setLevel(level)
 
+    def guard_failed(self, failure: Any) -> None:
+        """What dynamo calls when a guard fails; where that is in Python's own library, the step's line called it."""
+        code = failure.orig_code
+        if not of_the_step([(code.co_filename, code.co_firstlineno)]) and (place := running(_OWN)):
+            self.callers[code, failure.reason] = place
+
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "assuming every input is mutated" in text:
@@ -52,7 +62,9 @@ class Listener(logging.Handler):
         elif match := _BREAK.search(text):
             reason = text.partition("Graph Break Reason: ")[2].partition("\n\nUser code traceback")[0]
             frames = frames_in(text) or [(match[1], int(match[2]))]
-            self.breaks.append(GraphBreak(reason, *innermost(frames)))
+            # In code of Python's own that dynamo compiles for itself the step's line is the one that runs.
+            called = None if of_the_step(frames) else running(_OWN)
+            self.breaks.append(GraphBreak(reason, *(called or innermost(frames))))
 
 
 def _torchs_loggers() -> Iterator[logging.Logger]:

@@ -121,7 +121,7 @@ class Recorder(Listener):
         try:
             yield
         finally:
-            self.recompiles += [replace(each, sizes=sizes) for each in recompiles()]
+            self.recompiles += [replace(each, sizes=sizes) for each in recompiles(self.callers)]
         self.outputs.update(self.pending)
         self.outputs.pop(0, None)
         self.pending = {}
