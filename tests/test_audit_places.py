@@ -1,4 +1,4 @@
-"""At which line a finding stands where torch names none of the step's: code in no file, calls of Python's library."""
+"""At which line a finding stands where torch names another or none: code in no file, Python's library, formatting."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_kv import host
 from compiled_kv.auditor import Report, StepError, audit
 from compiled_kv.auditor.page import page
 
@@ -152,3 +153,82 @@ def test_what_logging_does_is_told_at_the_line_that_logs(step: Any, read: str, l
     expected = {("graph-break", __file__, line(logs))} | {("host-read", __file__, line(read)) for _ in read[:1]}
     assert places - {("recompile", __file__, line(logs))} == expected
     assert len(report.findings) == len(places)
+
+
+def formats_and_prints(x: Any) -> Any:
+    y = x + 1
+    text = f"{x.sum():.2f}"  # formats and prints
+    print(text, end="\r")
+    return y
+
+
+def formats_an_item(x: Any) -> Any:
+    y = x + 1
+    print(f"{x.sum().item():.2f}", end="\r")  # formats an item
+    return y
+
+
+def formats_by_method(x: Any) -> Any:
+    y = x + 1
+    print("{:.2f}".format(x.sum()), end="\r")  # noqa: UP032  # formats by method
+    return y
+
+
+def formats_by_percent(x: Any) -> Any:
+    y = x + 1
+    print("%d" % x.sum(), end="\r")  # noqa: UP031  # formats by percent
+    return y
+
+
+def formats_by_function(x: Any) -> Any:
+    y = x + 1
+    print(format(x.sum(), ".2f"), end="\r")  # formats by function
+    return y
+
+
+def formats_behind_a_break(x: Any) -> Any:
+    print(end="")
+    y = x + 1
+    print(f"{y.sum():.2f}", end="\r")  # formats behind a break
+    return y
+
+
+def returns_what_it_formats(x: Any) -> Any:
+    y = x + 1
+    return y, f"sum {x}"  # returns what it formats
+
+
+def text_of(x: Any) -> str:
+    largest = x.max()
+    return f"{largest:.1f}"  # formats in a helper
+
+
+def formats_in_a_helper(x: Any) -> Any:
+    return x + 1, text_of(x)
+
+
+def formats_in_a_list(x: Any) -> Any:
+    y = x + 1
+    return y, "{}".format([x.sum(), 3])  # noqa: UP032  # formats in a list
+
+
+@pytest.mark.parametrize("scalars", [True, False], ids=["scalars", "scalars-off"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        formats_and_prints, formats_an_item, formats_by_method, formats_by_percent, formats_by_function,
+        formats_behind_a_break, returns_what_it_formats, formats_in_a_helper, formats_in_a_list,
+    ],
+)  # fmt: skip
+def test_a_number_that_is_formatted_is_told_where_that_is(step: Any, scalars: bool) -> None:
+    report = audit(step, torch.zeros(4, 8), capture_scalars=scalars)
+    reads = [each.place for each in report.findings if each.rule == "host-read"]
+    assert reads == [f"{__file__}:{line(step.__name__.replace('_', ' '))}"]
+
+
+def test_formatting_what_the_host_has_is_no_read() -> None:
+    def step(x: Any, lens: Any) -> Any:
+        y = x + 1
+        return y, f"{x.shape[0]} {lens}"
+
+    assert "host-read" not in {each.rule for each in audit(step, torch.zeros(4, 8), host(torch.zeros(4))).findings}

@@ -29,6 +29,7 @@ _READING_BREAKS = (
     "from data-dependent expression",  # a number that was read, where Python needs its value: range(n), table[n]
     "builtin operator `range` with argument types ['Tensor'",
     "Pending unbacked symbols",  # a tensor where a number is wanted
+    "TensorVariable() is not a constant",  # a tensor where dynamo itself wants a value: format(t, ".2f")
 )
 _SHAPE_BREAKS = ("Dynamic shape operator", "data-dependent output shape")
 # What fake tensors raise in code between two graphs, where a value or a size is needed.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from compiled_kv.tracing.events import TORCH, running
+from compiled_kv.tracing.lines import Formats
 from compiled_kv.tracing.reads import READS, aten
 
 
@@ -58,11 +59,15 @@ def _one(dtype: torch.dtype) -> bool | float | int:
 @contextmanager
 def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
     """Append to `reads` where code between two graphs prints or formats a tensor of an accelerator."""
-    before = torch._tensor_str._str
+    before, formats = torch._tensor_str._str, Formats()
+
+    def note(place: tuple[str, int]) -> None:
+        for each in formats.running((_OWN, *_FORMATTERS)) or [place]:
+            reads.append(EagerRead("aten._local_scalar_dense", *each))
 
     def text(tensor: Any, **given: Any) -> str:
         if tensor.device.type != "cpu" and (place := _formatting_frame()):
-            reads.append(EagerRead("aten._local_scalar_dense", *place))
+            note(place)
         return before(tensor, **given)
 
     def formatted(tensor: Any, spec: str) -> str:
@@ -70,14 +75,15 @@ def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
         if type(tensor) is not FakeTensor or tensor.dim() or not spec:
             return with_format(tensor, spec)
         if tensor.device.type != "cpu" and (place := _place()):
-            reads.append(EagerRead("aten._local_scalar_dense", *place))
+            note(place)
         return format(_one(tensor.dtype), spec)
 
     with_format = Tensor.__format__
     torch._tensor_str._str = torch._dynamo.disable(text)  # type: ignore[assignment]
     Tensor.__format__ = torch._dynamo.disable(formatted)  # type: ignore[method-assign]
     try:
-        yield
+        with formats.noted():
+            yield
     finally:
         torch._tensor_str._str, Tensor.__format__ = before, with_format  # type: ignore[method-assign]
 
