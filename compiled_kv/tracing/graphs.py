@@ -147,7 +147,7 @@ def trace(
                 recorder.backend, nopython=fullgraph, dynamic=dynamic, guard_export_fn=recorder.guards,
                 guard_fail_fn=recorder.guard_failed,
             )(step)  # fmt: skip
-            for (given, named), between in zip([(args, kwargs)] * repeat + others, _steps(batch_sizes, repeat)):
+            for (given, named), between in zip([(args, kwargs)] * repeat + others, _sizes_between(batch_sizes, repeat)):
                 with recorder.call(between):
                     call_step(compiled, given, named)
                 first = first or so_far()
@@ -171,7 +171,7 @@ def trace(
     )
 
 
-def _steps(batch_sizes: Sequence[int], repeat: int) -> Iterator[tuple[int, ...]]:
+def _sizes_between(batch_sizes: Sequence[int], repeat: int) -> Iterator[tuple[int, ...]]:
     """The batch sizes of the call before and of each call; nothing where none are given."""
     called = [*batch_sizes[:1]] * repeat + [*batch_sizes[1:]]
     yield from zip([*called[:1], *called], called) if called else itertools.repeat(())
