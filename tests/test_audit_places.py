@@ -13,6 +13,8 @@ import torch
 from compiled_kv import host
 from compiled_kv.auditor import Report, StepError, audit
 from compiled_kv.auditor.page import page
+from tests.audit_corpus import hazards
+from tests.audit_corpus.arguments import arguments
 
 TYPED = """\
 import torch
@@ -232,3 +234,9 @@ def test_formatting_what_the_host_has_is_no_read() -> None:
         return y, f"{x.shape[0]} {lens}"
 
     assert "host-read" not in {each.rule for each in audit(step, torch.zeros(4, 8), host(torch.zeros(4))).findings}
+
+
+def test_a_value_that_torch_asks_for_while_compiling_is_told_at_no_line_of_who_traces() -> None:
+    step = hazards.HAZARDS["behind_pad"]
+    report = audit(step, *arguments(step))
+    assert {each.file for each in report.findings} == {hazards.__file__}
