@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
@@ -38,14 +38,19 @@ class Formats:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note them as dynamo comes by."""
-        from torch._dynamo.variables.misc import StringFormatVariable as Deferred
+        try:
+            from torch._dynamo.variables.misc import StringFormatVariable as Deferred
 
-        before: Callable[..., Any] = Deferred.create
+            before: Callable[..., Any] = Deferred.create
+        except (ImportError, AttributeError):  # names of torch's own: where it has others the function's line is told
+            yield
+            return
 
         def create(text: str, args: Sequence[Any], named: dict[str, Any]) -> Any:
             # The parts of an f-string have been here before they are put together, on a line that may be another.
-            if sys._getframe(1).f_code.co_name != "BUILD_STRING" and any(map(_may_wait, [*args, *named.values()])):
-                self._note()
+            if sys._getframe(1).f_code.co_name != "BUILD_STRING":
+                with suppress(ImportError, AttributeError):
+                    self._note([*args, *named.values()])
             return before(text, args, named)
 
         with patch.object(Deferred, "create", create):
@@ -60,10 +65,12 @@ class Formats:
             return []
         return list(self._places.get(_function(frame.f_code), ()))
 
-    def _note(self) -> None:
+    def _note(self, values: Sequence[Any]) -> None:
         from torch._dynamo.symbolic_convert import InstructionTranslator
         from torch._guards import TracingContext
 
+        if not any(map(_may_wait, values)):
+            return
         root = InstructionTranslator.current_tx().output.root_tx.f_code
         frames = [(frame.filename, frame.lineno or 0) for frame in TracingContext.extract_stack()]
         if place := of_the_caller(frames):
