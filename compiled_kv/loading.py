@@ -13,51 +13,33 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compiled_kv.batches import DecodeBatch, check_batch, check_ints, check_tensors, is_ordered, refuse_batch
 from compiled_kv.layout import KVLayout
+from compiled_kv.packed_inputs import PackedInputs
 from compiled_kv.staging import Ring
 
 RingKind = TypeVar("RingKind", bound=Ring)
 REMEMBERED = (list, tuple)
 
 
-class LoadedInputs(nn.Module):
-    """The inputs of `DecodeBuffers`, which makes and documents them: int64, one behind the other in `inputs`."""
+class LoadedInputs(PackedInputs):
+    """The inputs of `DecodeBuffers`, and how they get there."""
 
     layout: KVLayout
-    max_batch_size: int
-    max_num_tokens: int
     q_len: int
     seq_len_delta: int
-    ragged: bool
-    given_slots: bool
-    inputs: Tensor
     req_to_token: Tensor
     _ring: Ring | None
 
     def _make_inputs(self, device: torch.device) -> None:
-        self._places = self._pack()
-        inputs = torch.zeros(self._places["token_ids"][1], dtype=torch.int64, device=device)
-        self.register_buffer("inputs", inputs, persistent=False)
+        super()._make_inputs(device)
         # What `load` compares with, and how much of the inputs it sends without and with token ids.
         self._pool_rows, self._longest = self.req_to_token.shape[0], self.layout.max_seqlen_k - self.seq_len_delta
         self._plain, self._heads = not (self.ragged or self.given_slots), self._places["token_ids"]
         self._loaded = 0
         self._bind()
-
-    def _pack(self) -> dict[str, tuple[int, int]]:
-        """Begin and end of each input in `inputs`; token ids come last, for a batch may leave them alone."""
-        batch_size, tokens = self.max_batch_size, self.max_num_tokens
-        sizes = {"num_reqs": 1, "rows": batch_size, "seq_lens": batch_size, "generations": batch_size}
-        sizes |= {"q_lens": batch_size} if self.ragged else {}
-        sizes |= {"slots": tokens} if self.given_slots else {}
-        places, end = {}, 0
-        for name, size in (sizes | {"token_ids": tokens}).items():
-            places[name] = (end, end + size)
-            end += size
-        return places
 
     def new_ring(self, kind: type[RingKind]) -> RingKind:
         """Lines of the host's for these inputs, of the kind that is asked for."""
@@ -79,45 +61,6 @@ class LoadedInputs(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_ring": None}
-
-    def _input(self, name: str) -> Tensor:
-        begin, end = self._places[name]
-        return self.inputs[begin:end]
-
-    @property
-    def num_reqs(self) -> Tensor:
-        """int64 [1], live rows."""
-        return self._input("num_reqs")
-
-    @property
-    def req_pool_indices(self) -> Tensor:
-        """int64 [M]; this and the others are 0 in padding rows, where nobody reads them."""
-        return self._input("rows")
-
-    @property
-    def seq_lens(self) -> Tensor:
-        """int64 [M]."""
-        return self._input("seq_lens")
-
-    @property
-    def generations(self) -> Tensor:
-        """int64 [M]."""
-        return self._input("generations")
-
-    @property
-    def q_lens(self) -> Tensor | None:
-        """int64 [M] of ragged buffers, else None."""
-        return self._input("q_lens") if self.ragged else None
-
-    @property
-    def slots(self) -> Tensor | None:
-        """int64 [M * Q] where the allocator gives slots, else None; -1 for queries that it gave none."""
-        return self._input("slots") if self.given_slots else None
-
-    @property
-    def token_ids(self) -> Tensor:
-        """int64 [M * Q]; 0 beyond the tokens loaded, which are one a query or, of a fixed `q_len`, one a row."""
-        return self._input("token_ids")
 
     @property
     def loaded(self) -> int:
