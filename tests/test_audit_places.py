@@ -236,6 +236,39 @@ def test_formatting_what_the_host_has_is_no_read() -> None:
     assert "host-read" not in {each.rule for each in audit(step, torch.zeros(4, 8), host(torch.zeros(4))).findings}
 
 
+class Named:
+    def __str__(self) -> str:
+        return "named"
+
+
+NAMED = Named()
+
+
+def formats_a_shape_and_a_number(x: Any) -> Any:
+    y = x + 1
+    texts = f"{x.shape}", "{}".format(x.shape), f"{NAMED}"  # noqa: UP032
+    return y, texts, f"{y.sum():.2f}"  # formats a shape and a number
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_only_the_number_is_told_where_more_is_formatted(dynamic: bool | None) -> None:
+    report = audit(formats_a_shape_and_a_number, torch.zeros(4, 8), dynamic=dynamic)
+    reads = [each.place for each in report.findings if each.rule == "host-read"]
+    assert reads == [f"{__file__}:{line('formats a shape and a number')}"]
+
+
+def test_a_recompile_of_another_kind_is_told_with_its_own_sizes() -> None:
+    def step(x: Any) -> Any:
+        return x + 1
+
+    others = [[torch.zeros(4, 4)], [torch.zeros(8, 4, dtype=torch.float16)]]
+    report = audit(step, torch.zeros(2, 4), batches=others, batch_sizes=[2, 4, 8])
+    (message,) = (each.message for each in report.findings if each.rule == "recompile")
+    first, second = message.split("; ")
+    assert "between batch sizes 2 and 4: tensor 'x' size mismatch" in first
+    assert "between batch sizes 4 and 8: tensor 'x' dtype mismatch" in second
+
+
 def test_a_value_that_torch_asks_for_while_compiling_is_told_at_no_line_of_who_traces() -> None:
     step = hazards.HAZARDS["behind_pad"]
     report = audit(step, *arguments(step))

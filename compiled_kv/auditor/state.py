@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -110,7 +111,10 @@ def recompile(graphs: Graphs) -> Iterator[Finding]:
     for each in graphs.recompiles:
         by_place.setdefault((each.file, each.line), []).append(each)
     for place, found in by_place.items():
-        message = f"a later call compiles again{_between(found)}: {found[0].reason}"
+        alike: dict[str, list[Recompile]] = {}
+        for each in found:
+            alike.setdefault(re.sub(r"\d+", "", each.reason), []).append(each)
+        message = "; ".join(f"a later call compiles again{_between(some)}: {some[0].reason}" for some in alike.values())
         yield Finding("recompile", "warning", *place, message, remedy)
     if graphs.limits:
         place = next(reversed(by_place), ("", 0))

@@ -83,10 +83,14 @@ def _function(code: CodeType) -> tuple[str, str, int]:
 
 
 def _may_wait(argument: Any) -> bool:
-    """Whether the host waits where this is formatted, as far as dynamo's word for it tells."""
-    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+    """Whether this is a tensor of an accelerator, or a list of some, in dynamo's words for them."""
+    from torch._dynamo.variables.lists import BaseListVariable
 
     value = argument.realize()
-    if isinstance(value, TensorVariable):
-        return getattr(value.device, "type", "") != "cpu"
-    return not (isinstance(value, SymNodeVariable) or value.is_python_constant())
+    return any(map(_is_on_a_device, value.items if isinstance(value, BaseListVariable) else [value]))
+
+
+def _is_on_a_device(value: Any) -> bool:
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    return isinstance(value, TensorVariable) and getattr(value.device, "type", "") != "cpu"
