@@ -207,14 +207,48 @@ def test_a_cache_changes_where_live_rows_have_their_tokens_and_in_the_null_page(
     assert caught.value.fault == "write outside the slots"
 
 
+def test_a_write_of_what_was_there_is_seen() -> None:
+    """As of padding's token 0, whose embedding is 0 where it is the padding's."""
+    cache = torch.zeros(2464, 2)
+
+    def step(buffers, batch_size):
+        slots = buffers.metadata(batch_size).slot_mapping
+        cache[slots % 2464] = (slots >= 0)[:, None].float()
+        return slots
+
+    for _ in range(2):  # and again where a run has left it
+        with pytest.raises(ReplayFault, match=r"^write outside the slots before the first step: caches\[0\]\[2463\] "):
+            check_replay(step, backend=None, caches=[cache])
+
+
+def test_a_cache_holds_what_it_held_where_nobody_wrote() -> None:
+    step = Caching("cpu", lambda slots: slots.clamp(min=0))
+    step.cache[:] = float("nan")
+    one = Scenario("one", serving(), parse_events("join 5\nstep 0"))
+    check_replay(step, one, backend=None, caches=[step.cache])
+    assert step.cache.isfinite().any(1).nonzero()[:, 0].tolist() == [0, 21]
+
+
+def test_a_cache_that_the_step_never_writes_is_refused() -> None:
+    step = Caching("cpu", lambda slots: slots.clamp(min=0))
+    with pytest.raises(ValueError, match=r"^caches\[1\] was written in no step: is it a copy "):
+        check_replay(step, backend=None, caches=[step.cache, step.cache.clone()])
+
+
 @pytest.mark.parametrize(
     ("caches", "message"),
     [
+        (
+            [torch.zeros(154, 16)],
+            r"caches\[0\] must have in its first dimension the 2464 slots of 154 pages, got 154: "
+            "flatten one in pages",
+        ),
+        ((each for each in ()), "caches must be a list of tensors, got generator"),
         ([[0]], r"caches\[0\] must be a tensor, got list"),
         ([torch.tensor(0)], r"caches\[0\] must have a first dimension of slots, got a tensor without any"),
-        (torch.zeros(2464, 2), "caches must be a list of tensors, got a tensor"),
+        (torch.zeros(2464, 2), "caches must be a list of tensors, got Tensor"),
     ],
-    ids=["list", "0-d", "alone"],
+    ids=["in pages", "generator", "list", "0-d", "alone"],
 )
 def test_what_is_no_cache_is_refused_by_name(caches: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
@@ -722,6 +756,9 @@ def lacks_a_size(buffers):
 def says_nothing(buffers, batch_size):
     raise ValueError
 
+def leaves(buffers, batch_size):
+    raise SystemExit(0)
+
 def reads_drafts(buffers, batch_size):
     return reads(buffers, batch_size) if buffers.q_len == 4 else decodes(buffers, batch_size)
 """
@@ -740,6 +777,16 @@ def reads_drafts(buffers, batch_size):
         (["--events", "short.txt", "--mode", "decode"], 0, "decode: short.txt: 1 steps, 1 requests"),
         (["--scenario", "walk", "--steps", "1", "--mode", "decode"], 0, "decode: walk, seed 0: 1 steps, 1 requests"),
         (["--events", "idle.txt"], 2, "decode: scenario must have a request, got 2 steps without one: idle.txt"),
+        (
+            ["steps:reads_drafts", "--events", "idle.txt"],
+            1,
+            "decode: 0 of 1 scenarios, 0 steps, buckets [1, 2, 4, 8]: refused, n",
+        ),
+        (
+            ["steps:leaves", "--scenario", "story", "--mode", "decode"],
+            2,
+            "refused, the step raised SystemExit in story",
+        ),
         (["--events", "joins.txt"], 2, "decode: scenario must have a step, got 1 events without one: joins.txt"),
         (["--events", "steps.py"], 2, "steps.py: line 2 must be one of join, finish"),
         (["--events", "none.txt"], 2, "none.txt: No such file"),

@@ -75,7 +75,7 @@ def check_replay(
     if steps is not None:
         check_int("steps", steps, 0)
         scenario = scenario.first(steps)
-    check_caches(caches)
+    check_caches(caches, scenario.serving)
     eager = uncompiled(decode_step)
     on_cpu = torch.device(device).type == "cpu"
     step = compiled(decode_step, backend) if on_cpu and backend is not None else decode_step

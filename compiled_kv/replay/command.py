@@ -89,8 +89,9 @@ def play_mode(
         click.ClickException(f"{mode}: {fault}").show()
         verdict, status = f"failed, {fault.fault} in {fault.scenario.name}", 1
     except EmptyScenario as error:
-        raise Misused(f"{mode}: {error}") from None
-    except Exception as error:
+        Misused(f"{mode}: {error}").show()
+        verdict, status = f"refused, nothing to play in {scenarios[len(reports)].name}", 2
+    except (Exception, SystemExit) as error:
         if step is None:
             raise
         told = f"raised {said(error)}{where(error)} (--mode plays only what the step serves)"

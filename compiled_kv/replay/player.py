@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay.caches import written_outside
+from compiled_kv.replay.caches import changed, copies, marked, restore, written_outside
 from compiled_kv.replay.frozen import Places
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.names import Difference
@@ -28,6 +28,7 @@ NOT_ASKED = (
     "the step never calls buffers.metadata(batch_size), so that nothing writes the tables, lengths and slots of the "
     "batch that was loaded"
 )
+UNWRITTEN = "was written in no step: is it a copy of the step's own, as flatten makes of memory with gaps?"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Player:
     ) -> None:  # fmt: skip
         self.step, self.eager, self.device, self.batch_sizes = step, eager, device, batch_sizes
         self.args, self.kwargs, self.make_buffers, self.make_graphs = args, kwargs, buffers, graphs
-        self.outputs_every, self.caches = outputs_every, caches
+        self.outputs_every, self.caches, self.held = outputs_every, caches, copies(caches)
 
     def fails(self, scenario: Scenario, fault: str) -> bool:
         """Whether `scenario` shows this fault; one that cannot be played to its end does not."""
@@ -99,8 +100,10 @@ class Player:
 
         Raises:
             ReplayFault: on the first difference, the scenario as it was played.
+            ValueError: a cache was written in no step.
         """
-        given = scenario.serving
+        given, unwritten = scenario.serving, set(range(len(self.caches)))
+        restore(self.caches, self.held)
         pools = make_pools(given, self.device)
         buffers = self.make_buffers(
             given.layout, pools["req_to_token"], max_batch_size=given.max_batch_size, q_len=given.queries,
@@ -121,18 +124,21 @@ class Player:
                     raise ValueError(f"batch_sizes must hold {len(planned.rows)} requests, got {graphs.batch_sizes}")
                 expected.step(planned, next(size for size in graphs.batch_sizes if size >= len(planned.rows)))
                 args, kwargs = self._arguments()
-                before = [cache.clone() for cache in self.caches]
+                before = copies(self.caches)
                 with watched(self.device, number):
                     outputs = graphs(planned.batch, *args, **kwargs)
                 places.check()
-                found = contents(buffers)
-                if difference := expected.compare(found) or written_outside(self.caches, before, expected):
+                found, slots = contents(buffers), changed(self.caches, before)
+                if difference := expected.compare(found) or written_outside(slots, expected):
                     raise Different(difference)
+                unwritten -= {index for index, written in enumerate(slots) if written}
                 records = buffers.held[:, 0]  # one for each row, however many programs keep one
                 values += sum(t.numel() for t in (buffers.inputs, *buffers.out(), records) if t is not None)
                 if self.outputs_every and number % self.outputs_every == 0:
                     reference = ReferenceBuffers(expected, buffers, added)
                     self._compare_outputs(outputs, reference, expected, args, kwargs)
+        if unwritten and scheduler.joined:
+            raise ValueError(f"caches[{min(unwritten)}] {UNWRITTEN}")
         return ReplayReport(
             scenario.name, number, scheduler.joined, scheduler.preemptions, tuple(graphs.batch_sizes), values
         )
@@ -149,11 +155,12 @@ class Player:
         size = expected.serving.max_batch_size
         expected.step(planned_nobody(expected.serving), size)
         args, kwargs = self._arguments()
-        reference, before = ReferenceBuffers(expected, buffers, added), [cache.clone() for cache in self.caches]
-        with torch.no_grad(), FunctionReads(), DispatchReads():
-            self.eager(reference, size, *args, **kwargs)
-        if difference := written_outside(self.caches, before, expected):
-            raise Different(difference)
+        reference = ReferenceBuffers(expected, buffers, added)
+        with marked(self.caches) as before:
+            with torch.no_grad(), FunctionReads(), DispatchReads():
+                self.eager(reference, size, *args, **kwargs)
+            if difference := written_outside(changed(self.caches, before), expected):
+                raise Different(difference)
         if not reference.is_asked:
             raise Different(Difference("metadata not asked for", NOT_ASKED))
 
