@@ -65,7 +65,7 @@ def check_replay(
     Raises:
         ReplayFault: with the fault by name and the shortest scenario found that shows it.
         ValueError: a number is out of bounds, a step has more requests than the largest bucket, or there is no step, or
-            none has any.
+            none has any; a cache has no room for a pool, or no step writes it.
         TypeError: `decode_step` cannot be called, `scenario` is none, or a cache is no tensor.
     """
     check_callable(decode_step)
