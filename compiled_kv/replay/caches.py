@@ -27,26 +27,25 @@ def check_caches(caches: Any, given: Serving) -> None:
     """Require a list of tensors, slot after slot, with room for a pool."""
     if not isinstance(caches, list | tuple):
         raise TypeError(f"caches must be a list of tensors, got {type(caches).__name__}")
-    slots = given.layout.page_size * min(given.num_pages, given.num_swa_pages or given.num_pages)
+    pages = min(given.num_pages, given.num_swa_pages or given.num_pages)
+    slots = pages * given.layout.page_size
     for index, cache in enumerate(caches):
         if not isinstance(cache, Tensor):
             raise TypeError(f"caches[{index}] must be a tensor, got {type(cache).__name__}")
         if cache.ndim == 0:
             raise ValueError(f"caches[{index}] must have a first dimension of slots, got a tensor without any")
         if len(cache) < slots:
-            said = (
-                f"the {slots} slots of {slots // given.layout.page_size} pages, got {len(cache)}: flatten one in pages"
-            )
+            said = f"the {slots} slots of {pages} pages, got {len(cache)}: flatten one in pages"
             raise ValueError(f"caches[{index}] must have in its first dimension {said}")
 
 
 @contextmanager
-def marked(caches: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The caches full of MARK, and copies of them so; behind it they hold what they held."""
-    held = copies(caches)
-    restore(caches, [torch.full_like(cache, MARK) for cache in caches])
+def marked(caches: Sequence[Tensor], held: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The caches full of MARK, and tensors that are so; behind it they hold `held`."""
+    full = [torch.full_like(cache, MARK) for cache in caches]
+    restore(caches, full)
     try:
-        yield copies(caches)
+        yield full
     finally:
         restore(caches, held)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from compiled_kv.buffers import DecodeBuffers
-from compiled_kv.replay.caches import changed, copies, marked, restore, written_outside
+from compiled_kv.replay.caches import changed, copies, marked, written_outside
 from compiled_kv.replay.frozen import Places
 from compiled_kv.replay.graphs import DecodeGraphs
 from compiled_kv.replay.names import Difference
@@ -103,7 +103,6 @@ class Player:
             ValueError: a cache was written in no step.
         """
         given, unwritten = scenario.serving, set(range(len(self.caches)))
-        restore(self.caches, self.held)
         pools = make_pools(given, self.device)
         buffers = self.make_buffers(
             given.layout, pools["req_to_token"], max_batch_size=given.max_batch_size, q_len=given.queries,
@@ -151,12 +150,12 @@ class Player:
 
     def _look_for_reads(self, expected: Expected, buffers: DecodeBuffers, added: Mapping[str, Tensor]) -> None:
         """One eager run with no live row, in which nothing may be read back or cached, and the metadata must be asked
-        for."""
+        for. Behind it the caches hold what they held at first."""
         size = expected.serving.max_batch_size
         expected.step(planned_nobody(expected.serving), size)
         args, kwargs = self._arguments()
         reference = ReferenceBuffers(expected, buffers, added)
-        with marked(self.caches) as before:
+        with marked(self.caches, self.held) as before:
             with torch.no_grad(), FunctionReads(), DispatchReads():
                 self.eager(reference, size, *args, **kwargs)
             if difference := written_outside(changed(self.caches, before), expected):
