@@ -141,8 +141,8 @@ def fill_turns(
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write those columns of one row before `live` that are a program's own: BLOCK from `begin` on, whose slots are
-    `slot`, and as many every `step` columns. With AHEAD slots are loaded a turn ahead, while others are looked up in
-    the map."""
+    `slot`, and as many every `step` columns. With AHEAD slots are loaded a turn ahead, while those of this one are
+    looked up in the map or stored."""
     for column in range(begin, live, step):
         if AHEAD:
             # None past the last turn, whose difference might wrap.

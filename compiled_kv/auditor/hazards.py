@@ -10,6 +10,7 @@ from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
 from compiled_kv.auditor.kinds import FRESH_REMEDY, READ_REMEDY, UNSAFE, read_finding, unsafe_finding
 from compiled_kv.tracing import counts, reads
+from compiled_kv.tracing.events import Place
 from compiled_kv.tracing.graphs import Graphs
 
 FOLDED = "Inductor makes it once, while compiling; eager code, and other backends, copy it from the host in every step"
@@ -40,7 +41,7 @@ def _name(operator: object) -> str:
     return f"{operator.namespace}.{operator._opname}"  # type: ignore[attr-defined]
 
 
-def _gone(operator: str, place: places.Place) -> Finding:
+def _gone(operator: str, place: Place) -> Finding:
     message = (
         f"{operator}: with scalars captured (fullgraph=True) torch turns this read back into a tensor; without, the "
         "graph breaks here and the host waits"
@@ -92,7 +93,7 @@ def cpu_tensor(graphs: Graphs) -> Iterator[Finding]:
             yield Finding("cpu-tensor", "warning", *places.of_node(read.node), message, remedy)
 
 
-def _place_of(node: fx.Node, source: fx.Node) -> places.Place:
+def _place_of(node: fx.Node, source: fx.Node) -> Place:
     """The line of `node`; where the compiler made it, the line that first uses the input behind `source`."""
     while places.of_node(node) == ("", 0) and source.all_input_nodes:
         source = source.all_input_nodes[-1]

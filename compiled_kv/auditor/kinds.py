@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compiled_kv.auditor.findings import Finding
-from compiled_kv.auditor.places import Place
+from compiled_kv.tracing.events import Place
 
 READ_REMEDY = "keep it on the device: bound it by a host number (layout.max_seqlen_k), or pass it in as one"
 SHAPE_REMEDY = "keep the shape: torch.where or masked_fill over all rows, or a static bound and padding of -1"

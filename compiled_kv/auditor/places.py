@@ -9,11 +9,9 @@ import torch
 from torch import fx
 
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import frames_in, of_the_caller
+from compiled_kv.tracing.events import Place, frames_in, of_the_caller
 
 _RUNNING = tuple(str(Path(__file__).parent.parent / part) for part in ("tracing", "replay"))  # parts that call a step
-
-Place = tuple[str, int]
 
 
 def of_text(text: str) -> Place | None:

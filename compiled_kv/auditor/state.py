@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from compiled_kv.auditor import places
 from compiled_kv.auditor.findings import Finding
 from compiled_kv.tracing import counts
-from compiled_kv.tracing.events import Limit, Recompile
+from compiled_kv.tracing.events import Limit, Place, Recompile
 from compiled_kv.tracing.graphs import Graphs
 from compiled_kv.tracing.spelling import clean
 
@@ -107,7 +107,7 @@ def recompile(graphs: Graphs) -> Iterator[Finding]:
         "keep changing numbers in tensors on the device; where sizes change compile with dynamic=True (--dynamic) or "
         "mark them with torch._dynamo.mark_dynamic; torch compiles a size of 0 or 1 on its own in any case"
     )
-    by_place: dict[places.Place, list[Recompile]] = {}
+    by_place: dict[Place, list[Recompile]] = {}
     for each in graphs.recompiles:
         by_place.setdefault((each.file, each.line), []).append(each)
     for place, found in by_place.items():

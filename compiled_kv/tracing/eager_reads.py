@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from compiled_kv.tracing.events import TORCH, running
+from compiled_kv.tracing.events import TORCH, Place, running
 from compiled_kv.tracing.lines import Formats
 from compiled_kv.tracing.reads import READS, aten
 
@@ -61,7 +61,7 @@ def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
     """Append to `reads` where code between two graphs prints or formats a tensor of an accelerator."""
     before, formats = torch._tensor_str._str, Formats()
 
-    def note(place: tuple[str, int]) -> None:
+    def note(place: Place) -> None:
         for each in formats.running((_OWN, *_FORMATTERS)) or [place]:
             reads.append(EagerRead("aten._local_scalar_dense", *each))
 
@@ -88,7 +88,7 @@ def formatting_recorded(reads: list[EagerRead]) -> Iterator[None]:
         torch._tensor_str._str, Tensor.__format__ = before, with_format  # type: ignore[method-assign]
 
 
-def _formatting_frame() -> tuple[str, int] | None:
+def _formatting_frame() -> Place | None:
     """File and line that formats a tensor, where the step does and not the compiler in one of its messages."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename in _FORMATTERS:
@@ -121,6 +121,6 @@ def _leaves_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return func is aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type != "cpu"
 
 
-def _place() -> tuple[str, int] | None:
+def _place() -> Place | None:
     """File and line of the code that asked, unless a compiled graph did."""
     return running(_OWN, ("<eval_with_key>",))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision's files are no files of torch's
+Place = tuple[str, int]  # a file and a line of it
 _OWN = str(Path(__file__).parent.parent)
 _PYTHON = sysconfig.get_path("stdlib")
 # What a person typed has no file, and is that person's all the same.
@@ -81,7 +82,7 @@ def graph_breaks(logged: Iterable[GraphBreak]) -> list[GraphBreak]:
     return listed + [each for each in logged if (each.file, each.line) not in places]
 
 
-def recompiles(callers: Mapping[tuple[Any, str], tuple[str, int]] | None = None) -> list[Recompile]:
+def recompiles(callers: Mapping[tuple[Any, str], Place] | None = None) -> list[Recompile]:
     """The guards that failed since this was last asked for, or since dynamo forgot all.
 
     `callers` has, by code and reason, the lines that called code of Python's own library.
@@ -97,7 +98,7 @@ def recompiles(callers: Mapping[tuple[Any, str], tuple[str, int]] | None = None)
     return found
 
 
-def _recompile(code: Any, reason: str, caller: tuple[str, int] | None) -> Recompile:
+def _recompile(code: Any, reason: str, caller: Place | None) -> Recompile:
     guard = reason.partition(": ")[2].partition("  # ")[0].partition("\n")[0].strip()
     if caller is not None:
         return Recompile(guard, *caller)
@@ -113,7 +114,7 @@ def _graph_break(reason: Any) -> GraphBreak:
     return GraphBreak(str(reason.reason), *innermost(frames))
 
 
-def frames_in(text: str) -> list[tuple[str, int]]:
+def frames_in(text: str) -> list[Place]:
     """File and line of each frame that a traceback in `text` tells, the innermost last."""
     return [(match[1], int(match[2])) for match in _FRAME.finditer(text)]
 
@@ -123,20 +124,20 @@ def call_step(step: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappin
     return step(*args, **(kwargs or {}))
 
 
-def innermost(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
+def innermost(frames: Sequence[Place]) -> Place:
     """The last frame of the step's that is neither torch's nor Python's own."""
     users = of_the_step(frames) or frames
     return users[-1] if users else ("", 0)
 
 
-def of_the_caller(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+def of_the_caller(frames: Sequence[Place]) -> Place | None:
     """The innermost frame that is neither torch's nor Python's, nor this package's where there is another."""
     users = of_the_step(frames)
     outside = [frame for frame in users if not frame[0].startswith(_OWN)]
     return next(iter(reversed(outside or users)), None)
 
 
-def of_the_step(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def of_the_step(frames: Sequence[Place]) -> list[Place]:
     """The frames inside `call_step` that are neither torch's nor Python's; of code in no file where there is no other,
     as under `python -c`."""
     outside = max((i + 1 for i, frame in enumerate(frames) if frame[0] == __file__), default=0)
@@ -144,7 +145,7 @@ def of_the_step(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return users or [frame for frame in frames[outside:] if _is_of_no_file(frame[0])]
 
 
-def running(own: str, generated: Sequence[str] = ()) -> tuple[str, int] | None:
+def running(own: str, generated: Sequence[str] = ()) -> Place | None:
     """The innermost line of the step that runs now and is neither torch's, Python's nor of a file under `own`.
 
     None in code that a compiler wrote: in a file with one of the texts `generated` in its name. Of code that stands in

@@ -9,9 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
-from compiled_kv.tracing.events import of_the_caller
-
-Place = tuple[str, int]
+from compiled_kv.tracing.events import Place, of_the_caller
 
 
 @contextmanager

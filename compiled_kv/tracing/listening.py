@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compiled_kv.tracing.events import GraphBreak, Limit, frames_in, innermost, of_the_step, running
+from compiled_kv.tracing.events import GraphBreak, Limit, Place, frames_in, innermost, of_the_step, running
 
 _OWN = str(Path(__file__).parent)
 _BREAK_LOG = "torch._dynamo.symbolic_convert.__graph_breaks"
@@ -24,7 +24,7 @@ class Listener(logging.Handler):
         self.fallbacks: list[str] = []
         self.limits: list[Limit] = []
         self.breaks: list[GraphBreak] = []
-        self.callers: dict[tuple[Any, str], tuple[str, int]] = {}
+        self.callers: dict[tuple[Any, str], Place] = {}
         self.sizes: tuple[int, ...] = ()  # batch sizes of the last call and of the one that runs
 
     @contextmanager
